@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every error a user can meet, in one small tree.
+
+A message says four things: what is wrong, where, which values are allowed, and what to do. `UserError` builds
+it from exactly those, so that no error forgets one; the command line prints the message alone, without a traceback.
+
+Example:
+    >>> raise ConfigError("devices is 0", where="trainer.devices", allowed="1 or more", do="set trainer.devices: 2")
+    Traceback (most recent call last):
+    ...
+    stratagem.errors.ConfigError: trainer.devices: devices is 0. Allowed: 1 or more. To mend it: set trainer.devices: 2.
+"""
+
+from __future__ import annotations
+
+
+class UserError(ValueError):
+    """Something the user wrote or installed is wrong, and the user can mend it.
+
+    Args:
+        what: the fault, as a clause without a full stop.
+        where: the config key, file or entry point at fault.
+        allowed: which values would be right.
+        do: the next thing to do.
+    """
+
+    def __init__(self, what: str, *, where: str = "", allowed: str = "", do: str = "") -> None:
+        parts = [f"{where}: {what}" if where else what]
+        if allowed:
+            parts.append(f"Allowed: {allowed}")
+        if do:
+            parts.append(f"To mend it: {do}")
+        super().__init__(". ".join(part.rstrip(".") for part in parts) + ".")
+        self.what, self.where, self.allowed, self.do = what, where, allowed, do
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Pickle by fields: a rank's error travels to the process that reports it."""
+        return _rebuild, (type(self), self.what, self.where, self.allowed, self.do)
+
+
+class ConfigError(UserError):
+    """A value or key of the configuration is not allowed."""
+
+
+class MeshError(UserError):
+    """The axes do not fit the devices."""
+
+
+class PlanError(UserError):
+    """A plan does not fit the module."""
+
+
+class DataError(UserError):
+    """The data cannot serve the run: missing, empty, not text, too short."""
+
+
+class PluginError(UserError):
+    """A plugin is unknown, claimed twice, or cannot be imported."""
+
+
+class CheckpointError(UserError):
+    """A checkpoint cannot be written, read or fitted to this run."""
+
+
+class CommunicationError(RuntimeError):
+    """A peer died, hung or spoke out of turn; the message names the axis, the operation and the rank."""
+
+
+def _rebuild(cls: type[UserError], what: str, where: str, allowed: str, do: str) -> UserError:
+    return cls(what, where=where, allowed=allowed, do=do)

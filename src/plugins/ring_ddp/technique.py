@@ -1,0 +1,394 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Ring DDP's engine: gradients leave in buckets, around the ring, while backward still runs.
+
+    backward   |--- head ---|--- block 2 ---|--- block 1 ---|- embed -|
+    ring              |== bucket 1 ==|== bucket 2 ==|== bucket 3 ==|= 4 =|
+                                                                     ^ finish() waits for this rest alone
+
+Every parameter has a hook that runs when its gradient is complete: it moves the gradient into its bucket's memory (from then
+on `.grad` is a view of it) and, when that fills the next bucket in line, hands the bucket to a background thread, which
+drives the ring. Autograd and the ring both work outside the interpreter lock.
+
+Note [one order on all ranks]: ranks may produce gradients in different orders, but a ring pairs the i-th message of one
+rank with the i-th of its neighbour. So buckets leave strictly in the order of their layout; a full one waits its turn.
+
+Note [unused parameters]: at the end of backward the buckets that never filled leave too, with zeros for what is missing. One
+small integer vector then tells everyone which parameters any rank used: those that nobody used keep `.grad = None` (an
+optimizer must not decay their weight), those that only others used receive the average. The same vector carries which buffers
+changed, so that constant ones (rotary tables) are never sent.
+
+Note [averaging again is harmless]: a second backward before the optimizer steps adds local gradients to averaged ones and
+averages the sum: mean(a + g_r) = a + mean(g_r), since `a` is the same on all ranks. So several backward passes per step,
+and a backward that ends in parts, are right without any bookkeeping.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar, Literal, TypeVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+from typing_extensions import override
+
+from stratagem.collectives import Communicator, Op, Wire, Worker
+from stratagem.errors import ConfigError
+from stratagem.placement import Placement
+from stratagem.plugins.ring_ddp.buckets import BucketLayout, Slot, pack
+from stratagem.technique import Context, DataTechnique
+
+_T = TypeVar("_T", bound=Tensor)
+
+
+@final
+@dataclass(frozen=True)
+class RingDDPSettings:
+    """How ring DDP packs and sends gradients.
+
+    Args:
+        bucket_mib: a bucket closes before it would exceed this many MiB; larger parameters travel alone.
+        first_bucket_mib: cap of the first bucket, small so that the ring starts early.
+        wire: what travels: `full` (the gradients' own dtype), `bf16` (half the bytes of float32; every hop adds
+            in float32), or `int8` (block-quantised, about a quarter).
+        unused_parameters: `detect` allows parameters without gradient, on some ranks or on all; `none` promises that every
+            trainable parameter gets one in every backward, saves a small message, and refuses when that is not so.
+        broadcast_buffers: after each step give all ranks rank 0's values of the buffers that changed (as DDP does before
+            the next forward).
+        overlap: send during backward; `false` waits for its end, for modules whose parameters receive gradients in several
+            nested backward passes.
+    """
+
+    bucket_mib: float = 25.0
+    first_bucket_mib: float = 1.0
+    wire: Wire = Wire.FULL
+    unused_parameters: Literal["detect", "none"] = "detect"
+    broadcast_buffers: bool = True
+    overlap: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("bucket_mib", "first_bucket_mib"):
+            if getattr(self, name) <= 0:
+                raise ConfigError(f"{name} is {getattr(self, name)}", where=f"ring.{name}", allowed="numbers above 0")
+
+
+@dataclass
+class _Bucket:
+    """A bucket at run time: its layout, its memory, and how many gradients it still waits for."""
+
+    layout: BucketLayout
+    flat: Tensor
+    missing: int = 0
+    active: bool = True
+
+
+@final
+class RingDDP(DataTechnique):
+    """Replicas of the whole model; gradients averaged around a ring during backward.
+
+    Wire: each rank sends `2 (N-1)/N` times the bytes of its gradients per optimizer step, to its right neighbour only,
+    however many micro-batches are accumulated. Memory: one gradient buffer, shared with `.grad`. Source: Baidu's
+    ring all-reduce (Patarasuk and Yuan, 2009); bucketing and overlap as in PyTorch DDP (arXiv 2006.15704).
+
+    Args:
+        settings: see `RingDDPSettings`.
+    """
+
+    axis: ClassVar[str] = "dp_replicate"
+
+    def __init__(self, settings: RingDDPSettings = RingDDPSettings()) -> None:  # noqa: B008  # frozen
+        self.settings = settings
+        self._buckets: list[_Bucket] = []
+        self._parameters: list[nn.Parameter] = []
+        self._names: list[str] = []
+        self._handles: list[RemovableHandle] = []
+        self._syncing, self._pending, self._callback_queued = True, False, False
+        self._worker: Worker | None = None
+
+    @override
+    def apply(self, module: nn.Module, context: Context) -> None:
+        """Gives all ranks rank 0's parameters and buffers, states placements, and hooks the parameters.
+
+        Collective over the data axes. Moves the model once, from rank 0 of each row.
+
+        Raises:
+            ConfigError: the ranks built different modules; names the first difference.
+        """
+        axes = tuple(axis for axis in ("dp_replicate", "dp_shard", "cp") if context.shape.sizes[axis] > 1)
+        self._axes = axes or (self.axis,)
+        self._module = module
+        self._comm: Communicator = context.communicator(*self._axes)
+        self._device = context.device
+        _state_placements(module, context, self._axes)
+        if self._comm.size == 1:
+            return
+        _check_same_structure(module, self._comm)
+        with torch.no_grad():
+            self._comm.broadcast_tensors([*_unique(module.parameters()), *_unique(module.buffers())])
+        self._worker = Worker(name=f"ring-{self._comm.axis}")
+        self._buffer_slots = [(m, key) for m in module.modules() for key in m._buffers]
+        self._buffer_marks = self._mark_buffers()
+        self._hook_new_parameters()
+
+    # -- hooks and layout ------------------------------------------------------------------------------------------
+
+    def _hook_new_parameters(self) -> None:
+        """Packs and hooks every parameter that requires a gradient now or did before; keeps what is there if none is new."""
+        known = {id(parameter) for parameter in self._parameters}
+        found = list(self._module.named_parameters())
+        if not any(parameter.requires_grad and id(parameter) not in known for _, parameter in found):
+            return
+        trained = [(name, p) for name, p in found if p.requires_grad or id(p) in known]
+        self._names = [name for name, _ in trained]
+        self._parameters = [parameter for _, parameter in trained]
+        layouts = pack(
+            self._parameters,
+            cap_bytes=int(self.settings.bucket_mib * 2**20),
+            first_cap_bytes=int(self.settings.first_bucket_mib * 2**20),
+        )
+        self._buckets = [_Bucket(layout, self._comm.empty(layout.numel, layout.dtype)) for layout in layouts]
+        self._slots: dict[int, tuple[int, Slot]] = {
+            slot.index: (number, slot) for number, layout in enumerate(layouts) for slot in layout.slots
+        }
+        self._views = [self._slots[i][1].view(self._buckets[self._slots[i][0]].flat) for i in range(len(trained))]
+        for handle in self._handles:
+            handle.remove()
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
+            for index, parameter in enumerate(self._parameters)
+        ]
+        self._reset()
+
+    def _reset(self) -> None:
+        self._next = 0
+        self._arrived = [False] * len(self._parameters)
+        self._futures: list[Future[object]] = []
+        self._pending = self._callback_queued = False
+        for bucket in self._buckets:
+            bucket.missing = sum(self._parameters[slot.index].requires_grad for slot in bucket.layout.slots)
+            bucket.active = bucket.missing > 0
+
+    def _on_gradient(self, index: int, parameter: Tensor) -> None:
+        """Runs when a gradient is complete for this backward: into the bucket, and off if that fills the next in line."""
+        self._adopt(index)
+        if not self._syncing:
+            return
+        self._pending = True
+        if not self._callback_queued:  # a plain loss.backward() ends here; a strategy calls finish() itself as well
+            self._callback_queued = True
+            Variable._execution_engine.queue_callback(self.finish)  # type: ignore[no-untyped-call]
+        number = self._slots[index][0]
+        if self._arrived[index]:
+            if number < self._next:
+                raise RuntimeError(
+                    f"the gradient of {self._names[index]!r} grew after its bucket had left: the parameter receives gradients "
+                    "in several nested backward passes (reentrant checkpointing of a shared module). Set overlap: false, or "
+                    "checkpoint with use_reentrant=False."
+                )
+            return
+        self._arrived[index] = True
+        self._buckets[number].missing -= 1
+        if self.settings.overlap:
+            self._launch_full_buckets()
+
+    def _adopt(self, index: int) -> None:
+        """Makes a parameter's gradient a view of its bucket; copies at the first micro-batch, then nothing is left to do."""
+        parameter, view = self._parameters[index], self._views[index]
+        gradient = parameter.grad
+        if gradient is view or gradient is None:
+            return
+        if gradient.is_sparse:
+            raise ConfigError(
+                f"the gradient of {self._names[index]!r} is sparse, and ring DDP sends dense ones",
+                where="model",
+                do="build its embedding with sparse=False",
+            )
+        if gradient.data_ptr() != view.data_ptr():
+            view.copy_(gradient.detach())
+        parameter.grad = view
+
+    # -- sending ---------------------------------------------------------------------------------------------------
+
+    def _launch_full_buckets(self) -> None:
+        """See Note [one order on all ranks]."""
+        while self._next < len(self._buckets) and self._buckets[self._next].missing == 0:
+            self._launch(self._buckets[self._next])
+            self._next += 1
+
+    def _launch(self, bucket: _Bucket) -> None:
+        if bucket.active:
+            self._submit(bucket.flat, Op.MEAN, self.settings.wire)
+
+    def _submit(self, tensor: Tensor, op: Op, wire: Wire) -> None:
+        assert self._worker is not None
+        if tensor.device.type != "cuda":
+            self._futures.append(self._worker.submit(self._comm.all_reduce, tensor, op=op, wire=wire))
+            return
+        computed = torch.cuda.Event()
+        computed.record()
+
+        def on_side_stream() -> object:
+            with torch.cuda.stream(side := torch.cuda.Stream()):
+                side.wait_event(computed)
+                self._comm.all_reduce(tensor, op=op, wire=wire)
+            side.synchronize()
+            return None
+
+        self._futures.append(self._worker.submit(on_side_stream))
+
+    @override
+    def begin(self) -> None:
+        """A backward is about to run (or ought to). Local."""
+        if self._comm.size == 1:
+            return
+        self._hook_new_parameters()
+        if not self._pending:
+            self._reset()
+            self._pending = self._syncing
+
+    @override
+    def finish(self) -> None:
+        """Sends what is left, waits for all of it, and settles unused parameters and changed buffers.
+
+        Collective over the data axes.
+        """
+        if not self._pending:
+            return
+        self._pending = False
+        try:
+            for number in range(self._next, len(self._buckets)):
+                self._fill_gaps(self._buckets[number])
+                self._launch(self._buckets[number])
+            self._next = len(self._buckets)
+            flags = self._flags()
+            if flags is not None:
+                self._submit(flags, Op.SUM, Wire.FULL)
+            for future in self._futures:
+                future.result()
+            if flags is not None:
+                self._settle(flags)
+        finally:
+            self._reset()
+
+    def _fill_gaps(self, bucket: _Bucket) -> None:
+        """Zeros for gradients that did not come; gradients that came by another way than backward are taken in."""
+        for slot in bucket.layout.slots if bucket.active else ():
+            if self._parameters[slot.index].grad is None:
+                if self.settings.unused_parameters == "none" and self._parameters[slot.index].requires_grad:
+                    raise ConfigError(
+                        f"{self._names[slot.index]!r} received no gradient in this backward",
+                        where="ring.unused_parameters",
+                        allowed="`none` only where every trainable parameter is used in every step",
+                        do="set it to detect",
+                    )
+                self._views[slot.index].zero_()
+            else:
+                self._adopt(slot.index)
+
+    def _flags(self) -> Tensor | None:
+        """One integer per parameter (has a gradient) and buffer (changed); nothing where nothing is to be agreed on."""
+        flags: list[bool] = []
+        if self.settings.unused_parameters == "detect":
+            flags += [parameter.grad is not None for parameter in self._parameters]
+        if self.settings.broadcast_buffers:
+            flags += [now != before for now, before in zip(self._mark_buffers(), self._buffer_marks, strict=True)]
+        return torch.tensor(flags, dtype=torch.int32, device=self._device) if flags else None
+
+    def _settle(self, flags: Tensor) -> None:
+        """See Note [unused parameters]."""
+        anywhere = [count > 0 for count in flags.tolist()]
+        if self.settings.unused_parameters == "detect":
+            used, anywhere = anywhere[: len(self._parameters)], anywhere[len(self._parameters) :]
+            for index, is_used in enumerate(used):
+                if is_used and self._parameters[index].grad is None:
+                    self._parameters[index].grad = self._views[index]
+        if any(anywhere):
+            pairs = zip(self._buffer_slots, anywhere, strict=True)
+            changed = [buffer for (m, key), moved in pairs if moved and (buffer := m._buffers[key]) is not None]
+            assert self._worker is not None
+            with torch.no_grad():
+                self._worker.submit(self._comm.broadcast_tensors, _unique(changed)).result()
+            self._buffer_marks = self._mark_buffers()
+
+    def _mark_buffers(self) -> list[tuple[int, int]]:
+        """What tells that a buffer changed: another tensor, or another version of the same one."""
+        buffers = (m._buffers.get(key) for m, key in self._buffer_slots)
+        return [(id(buffer), buffer._version) if buffer is not None else (0, 0) for buffer in buffers]
+
+    @override
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it gradients pile up in the buckets and nothing is sent. Local."""
+        before, self._syncing = self._syncing, False
+        try:
+            yield
+        finally:
+            self._syncing = before
+
+    # -- predictions -----------------------------------------------------------------------------------------------
+
+    @override
+    def wire_bytes_per_step(self) -> Mapping[str, float]:
+        """`2 (N-1)/N` times the gradient bytes on the wire; see `Wire` for the narrower ones."""
+        n = self._comm.size
+        trained = [p for p in _unique(self._module.parameters()) if p.requires_grad]
+        payload = sum(self.settings.wire.num_bytes(p.numel(), p.dtype) for p in trained)
+        return {self._comm.axis: 2 * (n - 1) / n * payload}
+
+    @override
+    def held_bytes(self) -> Mapping[str, int]:
+        """Parameters, and as much again for gradients: replicas divide nothing."""
+        parameters = _unique(self._module.parameters())
+        return {
+            "parameters": sum(p.numel() * p.dtype.itemsize for p in parameters),
+            "gradients": sum(p.numel() * p.dtype.itemsize for p in parameters if p.requires_grad),
+        }
+
+    @override
+    def close(self) -> None:
+        """Removes the hooks and ends the thread. Local."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self._buckets, self._parameters, self._views = [], [], [], []
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+
+def _unique(tensors: Iterable[_T]) -> list[_T]:
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def _state_placements(module: nn.Module, context: Context, axes: tuple[str, ...]) -> None:
+    """A placement for every parameter that no earlier technique has placed; tied names become aliases."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for name, parameter in module.named_parameters():
+        if name not in context.placements:
+            aliases = tuple(other for other in names[id(parameter)] if other != name)
+            context.placements[name] = Placement(name, tuple(parameter.shape), reduce_axes=axes, aliases=aliases)
+
+
+def _check_same_structure(module: nn.Module, comm: Communicator) -> None:
+    """Collective: every rank must have built the same module, or gradients would meet the wrong partners."""
+    listing = [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in (*module.named_parameters(), *module.named_buffers())]
+    digests = comm.gather_objects(hashlib.sha256("\n".join(listing).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    listings = comm.gather_objects(listing)
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    longest = max(len(listings[0]), len(listings[other]))
+    rows = [(mine + ["nothing"] * longest)[:longest] for mine in (listings[0], listings[other])]
+    first, second = next((a, b) for a, b in zip(*rows, strict=True) if a != b)
+    raise ConfigError(
+        f"the ranks built different modules: {first!r} on rank 0 of {comm.axis}, {second!r} on rank {other}",
+        where="model",
+        do="build the same module on every rank",
+    )

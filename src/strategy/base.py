@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`MeshStrategy`: the one class that faces Lightning.
+
+A strategy of ours is a mesh with one technique per axis. This base class turns Lightning's calls into theirs and closes
+Lightning's traps in one place:
+
+    setup_environment   process group, mesh, context; from here on ranks can talk
+    setup               precision, batch norm over ranks, techniques in order, optimizers
+    training_step ...   the user's own methods, on the user's own module: nothing is wrapped
+    backward            weigh the loss, begin, backward, finish
+    optimizer_step      the norm and the clipping come from placements
+    teardown            techniques, communicators, process group; aborted, not closed, after an error
+
+Note [a rank's share of the mean]: the mean over ranks of the ranks' mean losses is the mean over samples only if all ranks
+have as many. In the last, uneven batch they have not, so each rank's loss is multiplied by `samples here * ranks /
+samples in all` before backward; the factor is arithmetic, nothing is sent for it.
+
+Note [nothing to do]: a training step that returns None on one rank runs no backward there. Its gradients count as zeros,
+and it meets the others nevertheless, instead of leaving them waiting.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, final
+
+import torch
+import torch.distributed as dist
+from lightning.fabric.plugins import ClusterEnvironment
+from lightning.fabric.utilities.distributed import (
+    _get_default_process_group_backend_for_device,
+    _init_dist_connection,
+    _sync_ddp,
+)
+from lightning.fabric.utilities.seed import reset_seed
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.strategies.strategy import TBroadcast
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from stratagem.errors import ConfigError
+from stratagem.mesh import MeshShape
+from stratagem.placement import Placement, clip_by_norm, global_norm
+from stratagem.strategy.launcher import LauncherName, make_launcher
+from stratagem.strategy.loaders import LoaderOrder
+from stratagem.strategy.sync_batchnorm import convert_batchnorm
+from stratagem.technique import Context, DataTechnique, Technique
+
+
+@final
+@dataclass(frozen=True)
+class RunSettings:
+    """What every strategy lets one choose about the run itself.
+
+    Args:
+        timeout: how long a rank waits for another one before the run ends with an error.
+        transport: how ranks talk. `auto`: shared memory between CPU ranks of one host, sends and receives between hosts,
+            the backend's own collectives on CUDA. `shared_memory`, `p2p`, `native`: that one.
+        launcher: how ranks are started. `auto`: forked from the warm parent where that is safe, else by a fresh start of the
+            script; ranks that torchrun, SLURM or MPI started are taken as they are. `warm`, `subprocess`: that one.
+        batch_size: what a DataLoader's `batch_size` means: `per_rank` (as in Lightning) or `global` (it is divided over
+            the data ranks, so that one config gives the same steps on any number of ranks).
+        backend: torch.distributed backend; Gloo on CPU and NCCL on CUDA where left out.
+    """
+
+    timeout: timedelta = timedelta(minutes=30)
+    transport: Literal["auto", "shared_memory", "p2p", "native"] = "auto"
+    launcher: LauncherName = "auto"
+    batch_size: Literal["per_rank", "global"] = "per_rank"
+    backend: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.timeout <= timedelta(0):
+            raise ConfigError(f"timeout is {self.timeout}", where="run.timeout", allowed="longer than nothing")
+
+
+class MeshStrategy(ParallelStrategy, ABC):
+    """Base of every strategy whose techniques live on a mesh.
+
+    A subclass says which techniques there are and how the world is divided; it writes nothing that faces Lightning.
+
+    Args:
+        run: timeouts, transport, launcher, the meaning of `batch_size`.
+    """
+
+    def __init__(self, run: RunSettings = RunSettings()) -> None:  # noqa: B008  # frozen
+        super().__init__()
+        self.run = run
+        self.context: Context | None = None
+        self._num_nodes = 1
+        self._techniques: list[Technique] = []
+        self._loaders: LoaderOrder | None = None
+        self._owns_group = self._failed = False
+
+    # -- what a subclass says --------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def mesh_shape(self, world_size: int) -> MeshShape:
+        """How `world_size` ranks are divided. Pure: called before any process starts, to refuse what cannot be.
+
+        Raises:
+            MeshError: the axes do not fit.
+        """
+
+    @abstractmethod
+    def make_techniques(self) -> list[Technique]:
+        """Fresh techniques in the order in which they are applied, at most one of them a `DataTechnique`, the last."""
+
+    # -- who and where ---------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Without this Lightning silently ignores `sync_dist` and leaves samplers alone."""
+        return True
+
+    @property
+    @override
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_nodes(self) -> int:
+        """Machines; set by the Trainer."""
+        return self._num_nodes
+
+    @num_nodes.setter
+    def num_nodes(self, num_nodes: int) -> None:
+        self._num_nodes = num_nodes
+
+    @property
+    def num_processes(self) -> int:
+        """Ranks on this machine."""
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def shape(self) -> MeshShape:
+        """The mesh of this run."""
+        return self.context.shape if self.context else self.mesh_shape(self.num_nodes * self.num_processes)
+
+    @property
+    @override
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """Data coordinates, not the world's: ranks that differ only in tp, pp or cp read the same samples."""
+        return {"num_replicas": self.shape.data_size, "rank": self.shape.data_rank(self.global_rank)}
+
+    def set_world_ranks(self) -> None:
+        """Tells the cluster environment and Lightning's rank-zero helpers who this process is."""
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+
+    # -- start and end ---------------------------------------------------------------------------------------------
+
+    @override
+    def _configure_launcher(self) -> None:
+        environment = self.cluster_environment
+        assert isinstance(environment, ClusterEnvironment)
+        self.mesh_shape(self.num_nodes * self.num_processes)  # refuse before any process starts
+        self._launcher = make_launcher(self, self.run.launcher)
+
+    @override
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        reset_seed()
+        self.set_world_ranks()
+        self._owns_group, self._failed = not dist.is_initialized(), False
+        if self._owns_group:
+            assert self.cluster_environment is not None
+            backend = self.run.backend or _get_default_process_group_backend_for_device(self.root_device)
+            device = None if self.root_device.type == "cpu" else self.root_device
+            _init_dist_connection(self.cluster_environment, backend, timeout=self.run.timeout, device_id=device)
+        self.context = Context(
+            self.mesh_shape(self.world_size),
+            self.global_rank,
+            self.root_device,
+            transport=self.run.transport,
+            timeout=self.run.timeout,
+        )
+        assert self.lightning_module is not None
+        self._loaders = LoaderOrder(self, self.lightning_module.trainer)
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.accelerator is not None
+        assert self.model is not None
+        assert self.context is not None
+        self.accelerator.setup(trainer)
+        fitting = trainer.state.fn == TrainerFn.FITTING
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        if fitting and self._layer_sync is not None:
+            convert_batchnorm(self.model, self.context)
+        self._techniques = self.make_techniques()
+        for technique in self._techniques:
+            technique.apply(self.model, self.context)
+        if fitting:
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+        self._install_clipping()
+
+    @override
+    def model_to_device(self) -> None:
+        assert self.model is not None
+        self.model.to(self.root_device)
+
+    @override
+    def on_exception(self, exception: BaseException) -> None:
+        """Wakes threads that wait for peers; the peers find the connection closed and end too."""
+        self._failed = True
+        self._end_techniques()
+
+    @override
+    def teardown(self) -> None:
+        try:
+            if self._loaders is not None:
+                self._loaders.restore()
+                self._loaders = None
+            self._end_techniques()
+            super().teardown()
+        finally:
+            if self._owns_group and dist.is_initialized():
+                self._end_group()
+            self._owns_group = False
+
+    def _end_techniques(self) -> None:
+        ending = [*reversed(self._techniques), *([self.context] if self.context else [])]
+        self._techniques, self.context = [], None
+        for part in ending:
+            part.abort() if self._failed else part.close()
+
+    def _end_group(self) -> None:
+        if self._failed and self.root_device.type == "cuda":  # destroying would wait for collectives that never end
+            torch.distributed.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    @property
+    def _data(self) -> DataTechnique | None:
+        last = self._techniques[-1] if self._techniques else None
+        return last if isinstance(last, DataTechnique) else None
+
+    @override
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """The user's backward, between `begin` and `finish`: see Note [a rank's share of the mean]."""
+        module, data = self.lightning_module, self._data
+        assert module is not None
+        assert self._loaders is not None
+        self.pre_backward(closure_loss)
+        weight = self._loaders.weight()
+        loss = closure_loss if weight == 1.0 else closure_loss * weight
+        loss = self.precision_plugin.pre_backward(loss, module)
+        if data is not None:
+            data.begin()
+        self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+        if data is not None:
+            data.finish()
+        closure_loss = self.precision_plugin.post_backward(closure_loss, module)
+        self.post_backward(closure_loss)
+        return closure_loss
+
+    @override
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Lightning's, but a step without backward still meets the other ranks: see Note [nothing to do]."""
+        module, data = self.lightning_module, self._data
+        assert module is not None
+        if data is None or not module.automatic_optimization:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+
+        def closure_that_meets() -> Any:
+            data.begin()
+            result = closure()
+            data.finish()
+            return result
+
+        return super().optimizer_step(optimizer, closure_that_meets, model, **kwargs)
+
+    @override
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Within it gradients pile up locally; Lightning enters it for all but the last micro-batch of a window."""
+        if self._data is None:
+            yield
+        else:
+            with self._data.no_sync():
+                yield
+
+    def _install_clipping(self) -> None:
+        """Lightning leaves clipping to the precision plugin, which would take the norm of what this rank holds."""
+        assert self.model is not None
+        assert self.context is not None
+        context, plugin = self.context, self.precision_plugin
+        places = {id(p): context.placements[n] for n, p in self.model.named_parameters() if n in context.placements}
+
+        def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
+            held = [parameter for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
+            parts = [(places.get(id(p)) or Placement("", tuple(p.shape)), p.grad) for p in held if p.grad is not None]
+            clip_by_norm([gradient for _, gradient in parts], global_norm(parts, context.reduce), clip_val)
+
+        plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+
+    # -- talking ---------------------------------------------------------------------------------------------------
+
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """Reduces over the data ranks. Every rank calls it; it moves the tensor once around.
+
+        Args:
+            tensor: any shape; anything but a tensor is returned as it is. Whole numbers are averaged as float32.
+            group: a process group to use instead of the data ranks.
+            reduce_op: `mean` or `avg`, `sum`, `max`, `min`, or the torch `ReduceOp`.
+        """
+        if not isinstance(tensor, Tensor) or self.context is None:
+            return tensor
+        if group is not None:
+            return _sync_ddp(tensor, group, reduce_op)
+        name = str(getattr(reduce_op, "name", reduce_op) or "sum").lower()
+        name = {"avg": "mean"}.get(name.removeprefix("redoptype."), name)
+        result = tensor.detach().clone(memory_format=torch.contiguous_format).to(self.root_device)
+        if name == "mean" and not (result.is_floating_point() or result.is_complex()):
+            result = result.float()
+        self.context.reduce(result, ("dp_replicate", "dp_shard"), name)
+        return result
+
+    @override
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Whether all ranks of the world (or any of them) say yes. Every rank calls it."""
+        if self.context is None:
+            return decision
+        vote = torch.tensor(int(decision), device=self.root_device)
+        self.context.reduce(vote, tuple(self.context.shape.sizes), "min" if all else "max")
+        return bool(vote)
+
+    @override
+    def barrier(self, name: str | None = None) -> None:
+        """Waits until every rank of the world is here."""
+        if self.context is not None:
+            self.context.communicator(*self.context.shape.sizes).barrier()
+
+    @override
+    def broadcast(self, obj: TBroadcast, src: int = 0) -> TBroadcast:
+        """Gives every rank of the world rank `src`'s object."""
+        if self.context is None:
+            return obj
+        result: TBroadcast = self.context.communicator(*self.context.shape.sizes).broadcast_object(obj, src=src)
+        return result

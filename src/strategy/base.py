@@ -51,7 +51,7 @@ from stratagem.mesh import MeshShape
 from stratagem.placement import Placement, clip_by_norm, global_norm
 from stratagem.strategy.launcher import LauncherName, make_launcher
 from stratagem.strategy.loaders import LoaderOrder
-from stratagem.strategy.sync_batchnorm import convert_batchnorm
+from stratagem.strategy.sync_batchnorm import convert_batchnorm, restore_batchnorm
 from stratagem.technique import Context, DataTechnique, Technique
 
 
@@ -187,7 +187,7 @@ class MeshStrategy(ParallelStrategy, ABC):
             timeout=self.run.timeout,
         )
         assert self.lightning_module is not None
-        self._loaders = LoaderOrder(self, self.lightning_module.trainer)
+        self._loaders = LoaderOrder(self, self.lightning_module.trainer, self.run.batch_size)
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -226,6 +226,8 @@ class MeshStrategy(ParallelStrategy, ABC):
                 self._loaders.restore()
                 self._loaders = None
             self._end_techniques()
+            if self.model is not None:
+                restore_batchnorm(self.model)
             super().teardown()
         finally:
             if self._owns_group and dist.is_initialized():

@@ -197,4 +197,8 @@ class MeshShape:
 
     def row_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The row along `axes` that holds `rank`."""
-        return next(row for row in self.rows(*axes) if rank in row)
+        if axes == ("ep",):
+            return next(row for row in self.rows("ep") if rank in row)
+        here = self.coordinate(rank)
+        ranges = (range(getattr(self, axis)) if axis in axes else (here[axis],) for axis in AXES)
+        return tuple(self.rank(dict(zip(AXES, place, strict=True))) for place in product(*ranges))

@@ -18,6 +18,7 @@ from __future__ import annotations
 import os
 from functools import partial
 from typing import Any, final
+from weakref import WeakSet
 
 from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls, has_iterable_dataset
 from lightning.pytorch import Trainer
@@ -46,7 +47,7 @@ class LoaderOrder:
     def __init__(self, strategy: ParallelStrategy, trainer: Trainer, mode: Mode = "per_rank") -> None:
         self._trainer, self._mode = trainer, mode
         self._place = strategy.distributed_sampler_kwargs
-        self._training: list[OrderedBatchSampler] = []
+        self._training: WeakSet[OrderedBatchSampler] = WeakSet()  # reloaded loaders take their samplers with them
         self._connector = trainer._data_connector
         self._theirs = self._connector._prepare_dataloader
         self._connector._prepare_dataloader = self._prepare  # type: ignore[method-assign]
@@ -71,7 +72,7 @@ class LoaderOrder:
         own = next((sampler for sampler in samplers if isinstance(sampler, OrderedBatchSampler)), None)
         if told_not_to or has_iterable_dataset(dataloader) or any(isinstance(s, DistributedSampler) for s in samplers):
             if mode == RunningStage.TRAINING and own is not None:
-                self._training.append(own)
+                self._training.add(own)
             return self._theirs(dataloader, shuffle, mode) if own is None else dataloader
         sampler = ordered_batch_sampler(
             dataloader,
@@ -82,7 +83,7 @@ class LoaderOrder:
         )
         ordered = _rebuild(dataloader, sampler, mode)
         if mode == RunningStage.TRAINING:
-            self._training.append(sampler)
+            self._training.add(sampler)
             self._make_stateful(ordered, sampler)
         return ordered
 

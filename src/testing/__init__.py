@@ -17,19 +17,46 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stratagem.testing.faults import Fault, Faults, InjectedFault
+    from stratagem.testing.leaks import Leak, no_leaks
+    from stratagem.testing.memory import ProcessMemory, held_bytes, live_tensor_bytes, peak_rss, process_memory
     from stratagem.testing.ranks import HarnessError, RankFailure, RanksFailed, run_ranks
+    from stratagem.testing.replicas import assert_replicas_equal, fingerprint
+    from stratagem.testing.wire import WireBytes, bytes_sent
 
 _WHERE = {
-    "HarnessError": "ranks",
-    "RankFailure": "ranks",
-    "RanksFailed": "ranks",
-    "run_ranks": "ranks",
+    "faults": ("Fault", "Faults", "InjectedFault"),
+    "leaks": ("Leak", "no_leaks"),
+    "memory": ("ProcessMemory", "held_bytes", "live_tensor_bytes", "peak_rss", "process_memory"),
+    "ranks": ("HarnessError", "RankFailure", "RanksFailed", "run_ranks"),
+    "replicas": ("assert_replicas_equal", "fingerprint"),
+    "wire": ("WireBytes", "bytes_sent"),
 }
 
-__all__ = ["HarnessError", "RankFailure", "RanksFailed", "run_ranks"]
+__all__ = [
+    "Fault",
+    "Faults",
+    "HarnessError",
+    "InjectedFault",
+    "Leak",
+    "ProcessMemory",
+    "RankFailure",
+    "RanksFailed",
+    "WireBytes",
+    "assert_replicas_equal",
+    "bytes_sent",
+    "fingerprint",
+    "held_bytes",
+    "live_tensor_bytes",
+    "no_leaks",
+    "peak_rss",
+    "process_memory",
+    "run_ranks",
+]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _WHERE:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_WHERE[name]}"), name)
+    for module, names in _WHERE.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -97,6 +97,6 @@ def _common_outcome(failed: Any, number: int) -> BaseException | None:
     if len(raised) == number and all(
         isinstance(each, (pytest.skip.Exception, pytest.xfail.Exception)) for each in raised
     ):
-        raised[0]._use_item_location = True  # type: ignore[union-attr]  # else pytest names its own line
+        raised[0]._use_item_location = True  # else pytest names its own line
         return raised[0]
     return None

@@ -90,6 +90,8 @@ class Entry:
         module_name, _, attribute = self.value.partition(":")
         try:
             found: Any = importlib.import_module(module_name)
+            for part in attribute.split("."):
+                found = getattr(found, part)  # may import in its turn: packages may load their classes lazily
         except ModuleNotFoundError as error:
             raise self._missing_module(error) from error
         except PluginError:  # the plugin says itself what is wrong
@@ -97,11 +99,6 @@ class Entry:
         except Exception as error:  # whatever a stranger's module raises while it is imported
             what = f"its import failed with {type(error).__name__}: {error}"
             raise PluginError(what, where=self.where, do=f"run python -c 'import {module_name}' to see it") from error
-        try:
-            for part in attribute.split("."):
-                found = getattr(found, part)
-        except AttributeError as error:
-            raise PluginError(f"its entry point {self.value} does not exist", where=self.where) from error
         if not callable(found):
             what = f"{self.value} is {type(found).__name__}, which cannot be called"
             raise PluginError(what, where=self.where, allowed="a class, or a callable that returns a strategy")

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`fit`, `validate`, `test` and `predict`: LightningCLI, with every config error reported at once.
+
+Any LightningModule and any LightningDataModule goes, by class path. The words of the command line are read twice: by
+`stratagem.config`, which finds every fault and its place, and by LightningCLI's own parser, which has the last word on
+keys and types, and builds the run.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, final
+
+import torch
+from jsonargparse import ArgumentError, Namespace
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
+from typing_extensions import override
+
+from stratagem import config
+from stratagem.cli import RUN_VERBS
+from stratagem.config.messages import understand
+from stratagem.errors import ConfigError, UserError
+from stratagem.registry import strategies
+
+
+def run(verb: str, words: list[str]) -> int:
+    """Check, build and run; returns 0, and raises what stopped it.
+
+    Args:
+        verb: one of `RUN_VERBS`.
+        words: the command line after the verb.
+
+    Raises:
+        ConfigErrors: every error of the configuration; nothing was built.
+        ConfigError: the objects of the run could not be built; no process was started.
+    """
+    RunCLI([verb, *words])
+    return 0
+
+
+@final
+class RunCLI(LightningCLI):
+    """LightningCLI for any model and data, which checks the whole configuration before it builds anything.
+
+    Args:
+        words: the command line, verb first.
+    """
+
+    def __init__(self, words: list[str]) -> None:
+        quiet: dict[str, Any] = {"exit_on_error": False}
+        super().__init__(
+            seed_everything_default=1,
+            save_config_callback=SavedConfig,
+            parser_kwargs={**quiet, **{verb: dict(quiet) for verb in RUN_VERBS}},
+            args=words,
+        )
+
+    @override
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse the words, and raise every error that they hold.
+
+        Raises:
+            ConfigErrors: at least one error.
+        """
+        assert isinstance(args, list), "RunCLI is built with the words of a command line"
+        verb, words = args[0], args[1:]
+        if any(word.startswith("--print_config") or word.partition("=")[0].endswith("help") for word in words):
+            self.config = parser.parse_args(args)  # prints and ends
+            return
+        settings = config.read(words)
+        form, meaning = config.check(settings, verb)
+        try:
+            self.config = parser.parse_args([verb, *_with_class_path(words)])
+        except ArgumentError as error:
+            fault = understand(str(error))
+            place = ".".join(fault.keys).removeprefix(f"{verb}.")
+            what = f"required and absent: {', '.join(fault.missing)}" if fault.missing else fault.what or "unknown key"
+            form = form or ([] if meaning else [ConfigError(what, where=place, allowed=fault.allowed)])
+        else:
+            form = []  # jsonargparse knows a grammar for it that the check does not
+        if form or meaning:
+            raise config.ConfigErrors([*form, *meaning])
+        if config.num_cpu_ranks(settings) > 1 and "OMP_NUM_THREADS" not in os.environ:
+            # A process with a pool of OpenMP threads cannot be forked safely, and ranks may be forked from this one.
+            torch.set_num_threads(1)
+
+    @override
+    def instantiate_classes(self) -> None:
+        """Build data, model and trainer.
+
+        Raises:
+            ConfigError: a constructor refused its arguments.
+        """
+        try:
+            super().instantiate_classes()
+        except UserError:
+            raise
+        except Exception as error:  # constructors of the user's classes may raise anything
+            what = f"the run cannot be built: {type(error).__name__}: {error}"
+            raise ConfigError(what, do="--traceback shows where it comes from") from error
+
+
+@final
+class SavedConfig(SaveConfigCallback):
+    """Writes the full configuration of a `fit` beside its logs, from rank 0, over that of an earlier run.
+
+    The text is made before ranks start: a parser cannot be pickled, and a launcher may have to.
+    """
+
+    def __init__(self, parser: LightningArgumentParser, config: Namespace) -> None:
+        super().__init__(parser, config, overwrite=True)
+        self.text = parser.dump(config, skip_none=False)
+        del self.parser, self.config
+
+    @override
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Write the file; called on all ranks, and moves the name of the log folder once."""
+        if stage != "fit" or self.already_saved:
+            return
+        self.already_saved = True
+        folder = trainer.log_dir  # broadcast: every rank must ask
+        if trainer.is_global_zero and folder is not None and "://" not in folder:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            (Path(folder) / self.config_filename).write_text(self.text, encoding="utf-8")
+
+
+def _with_class_path(words: list[str]) -> list[str]:
+    """Lets `--trainer.strategy NAME --trainer.strategy.OPTION VALUE` work for registered names.
+
+    jsonargparse takes options for class paths only, so a registered name that is followed by options becomes its class
+    path; the class is imported by then, since the check has loaded it.
+    """
+    nested = [index for index, word in enumerate(words) if word.startswith("--trainer.strategy.")]
+    if not nested:
+        return words
+    settings = config.read(words[: nested[0]])
+    trainer = settings.values.get("trainer")
+    strategy = trainer.get("strategy") if isinstance(trainer, dict) else None
+    entry = strategies().get(strategy) if isinstance(strategy, str) else None
+    if entry is None:
+        return words
+    return [*words[: nested[0]], f"--trainer.strategy={entry.value.replace(':', '.')}", *words[nested[0] :]]

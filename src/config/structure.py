@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Keys, types and class paths of a run, checked part by part so that every fault is found, not only the first.
+
+One key at a time is given to a parser of the same classes that the run itself uses; where a value holds classes
+(`class_path` with `init_args`), each class is opened and its arguments are checked one by one in turn.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, final
+
+from jsonargparse import ArgumentError, ArgumentParser
+from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, LRSchedulerTypeTuple
+from lightning.pytorch.loggers import Logger
+from lightning.pytorch.strategies import Strategy
+from torch.optim import Optimizer
+
+from stratagem.config.messages import understand
+from stratagem.config.sources import KeyPath, Settings
+from stratagem.errors import ConfigError, UserError
+from stratagem.registry import extra_that_brings, near, strategies
+
+_BASES: dict[KeyPath, type] = {
+    ("model",): LightningModule,
+    ("data",): LightningDataModule,
+    ("trainer", "strategy"): Strategy,
+    ("trainer", "callbacks"): Callback,
+    ("trainer", "logger"): Logger,
+}
+_SHOWN_IN_FULL = 16
+
+
+@final
+@dataclass(frozen=True)
+class ClassNode:
+    """One class that the run names: its key path, the class, and the arguments written for it."""
+
+    path: KeyPath
+    cls: type
+    init_args: dict[str, Any]
+
+
+@final
+@dataclass
+class Structure:
+    """What the check found.
+
+    Attributes:
+        errors: every fault of keys, types and class paths.
+        classes: the classes without a fault of their own, in the order of the run.
+    """
+
+    settings: Settings
+    errors: list[UserError] = field(default_factory=list)
+    classes: list[ClassNode] = field(default_factory=list)
+
+    def fault(self, path: KeyPath, what: str, *, allowed: str = "", do: str = "") -> None:
+        """Remember one fault at a key path."""
+        self.errors.append(ConfigError(what, where=self.settings.where(path), allowed=allowed, do=do))
+
+    def open_class(self, path: KeyPath, name: str) -> None:
+        """Check a class that is named without arguments."""
+        _open_class(self, path, {"class_path": name}, _BASES.get(path))
+
+    def unknown_key(self, path: KeyPath, known: Iterable[str], of: str) -> None:
+        """Remember a key that its class or group does not know."""
+        names = sorted(known)
+        close = near(path[-1], names)
+        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        many = f"one of the {len(names)} keys that --help lists"
+        allowed = many if len(names) > _SHOWN_IN_FULL else ", ".join(names) or "no key at all"
+        self.fault(path, f"{of} has no key {path[-1]!r}{hint}", allowed=allowed)
+
+
+def check(settings: Settings, verb: str) -> Structure:
+    """Check every key of a run.
+
+    Args:
+        settings: what the run asks for.
+        verb: `fit`, `validate`, `test` or `predict`; decides which further options exist.
+    """
+    structure = Structure(settings)
+    parser, known = _run_parser(verb)
+    tops = {key.partition(".")[0] for key in known}
+    for key, value in settings.values.items():
+        if key not in tops:
+            structure.unknown_key((key,), tops, "a run")
+        elif key != "trainer":
+            _check_value(structure, parser, (key,), value)
+        elif not isinstance(value, dict):
+            structure.fault(("trainer",), f"got {value!r}", allowed="keys such as max_steps and devices")
+        else:
+            arguments = {name.partition(".")[2] for name in known if name.startswith("trainer.")}
+            for name, inner in value.items():
+                if name not in arguments:
+                    structure.unknown_key(("trainer", name), arguments, "the trainer")
+                else:
+                    _check_value(structure, parser, ("trainer", name), inner)
+    return structure
+
+
+def find_class(name: str, base: type | None) -> Any:
+    """What a `class_path` names: a full import path, or the bare name of a class that is imported or registered.
+
+    Raises:
+        ConfigError: there is no such module or class, or its import fails; the message has no place yet.
+    """
+    if "." not in name:
+        return _short_name(name, base)
+    module_name, _, attribute = name.rpartition(".")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            raise ConfigError(f"there is no module {missing}", do=_install(missing, name)) from error
+        raise ConfigError(
+            f"{name} needs the module {missing}, which is not installed", do=_install(missing, name)
+        ) from error
+    except Exception as error:  # whatever a stranger's module raises while it is imported
+        raise ConfigError(f"the import of {module_name} failed with {type(error).__name__}: {error}") from error
+    if not hasattr(module, attribute):
+        close = near(attribute, [key for key, value in vars(module).items() if inspect.isclass(value)])
+        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        raise ConfigError(f"the module {module_name} has no class {attribute!r}{hint}")
+    return getattr(module, attribute)
+
+
+def _short_name(name: str, base: type | None) -> Any:
+    for entry in strategies().values() if base is Strategy else ():
+        if entry.value.rpartition(":")[2] == name:
+            return entry.load()
+        if entry.name == name:
+            full = entry.value.replace(":", ".")
+            raise ConfigError(
+                f"{name!r} is a registered name, not a class", do=f"write strategy: {name}, or class_path: {full}"
+            )
+    below = {cls.__name__: cls for cls in _subclasses(base)} if base else {}
+    if name in below or base is None:
+        return below.get(name)
+    close = near(name, below)
+    hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+    raise ConfigError(
+        f"no {base.__name__} is called {name!r}{hint}", do="write its full import path, package.module.Class"
+    )
+
+
+def _install(module: str, class_path: str) -> str:
+    top = class_path.partition(".")[0]
+    extra = extra_that_brings(module, distribution="stratagem")
+    if extra:
+        return f"pip install 'stratagem[{extra}]'"
+    return "check the spelling" if module.partition(".")[0] == top else f"pip install {module.partition('.')[0]}"
+
+
+def _check_value(structure: Structure, parser: ArgumentParser, path: KeyPath, value: Any) -> None:
+    base = _BASES.get(path)
+    before = len(structure.errors)
+    if path == ("trainer", "strategy") and isinstance(value, str):
+        return  # a name: looked up where names are
+    if path[0] in ("model", "data") and isinstance(value, str):
+        value = {"class_path": value}
+    _open_classes(structure, path, value, base)
+    bad = [tuple(key.split(".")) for key in _places(structure, before)]
+    _narrow(structure, parser, path, _without(value, path, bad), blamed=bad)
+
+
+def _open_classes(structure: Structure, path: KeyPath, value: Any, base: type | None) -> None:
+    """Check every class below a value, each argument by itself."""
+    if isinstance(value, list):
+        for index, inner in enumerate(value):
+            _open_classes(structure, (*path, str(index)), inner, base)
+    elif isinstance(value, dict) and "class_path" in value:
+        _open_class(structure, path, value, base)
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            _open_classes(structure, (*path, key), inner, None)
+
+
+def _open_class(structure: Structure, path: KeyPath, node: dict[str, Any], base: type | None) -> None:
+    before = len(structure.errors)
+    for key in node.keys() - {"class_path", "init_args", "dict_kwargs"}:
+        structure.unknown_key((*path, key), {"class_path", "init_args"}, "a class entry")
+    name, arguments = node["class_path"], node.get("init_args") or {}
+    if not isinstance(name, str) or not isinstance(arguments, dict):
+        structure.fault(
+            path, "this is not a class entry", allowed="class_path: package.module.Class, init_args: {KEY: VALUE}"
+        )
+        return
+    try:
+        cls = find_class(name, base)
+    except UserError as error:
+        structure.fault((*path, "class_path"), error.what, allowed=error.allowed, do=error.do)
+        return
+    if not inspect.isclass(cls):
+        return  # a function that builds the object, or a bare name that jsonargparse knows: its check comes last
+    known = _parameters(cls)
+    for key in list(arguments):
+        here = (*path, "init_args", key)
+        if known is not None and key not in known:
+            if here in structure.settings.carried:
+                del arguments[key]
+            else:
+                structure.unknown_key(here, known, cls.__name__)
+            continue
+        inner_before = len(structure.errors)
+        _open_classes(structure, here, arguments[key], None)
+        if known is not None and len(structure.errors) == inner_before:
+            one = ArgumentParser(exit_on_error=False)
+            one.add_class_arguments(cls, None, fail_untyped=False, sub_configs=True, skip=known - {key})
+            _narrow(structure, one, (*path, "init_args", key), arguments[key], root=len(path) + 1)
+    if len(structure.errors) == before:
+        structure.classes.append(ClassNode(path, cls, arguments))
+
+
+def _narrow(
+    structure: Structure,
+    parser: ArgumentParser,
+    path: KeyPath,
+    value: Any,
+    *,
+    root: int = 0,
+    blamed: Iterable[KeyPath] = (),
+) -> None:
+    """Parse one value; on an error remember it, take the key at fault away, and parse the rest again.
+
+    Args:
+        root: how many leading keys of `path` the parser does not know.
+        blamed: keys that were at fault before, and whose absence is therefore no news.
+    """
+    blamed = list(blamed)
+    while True:
+        nested = value
+        for key in reversed(path[root:]):
+            nested = {key: nested}
+        try:
+            parser.parse_object(nested)
+            return
+        except ArgumentError as error:
+            fault = understand(str(error))
+        except Exception as error:  # a default or a type that jsonargparse cannot digest is not the user's fault
+            structure.fault(path, f"{type(error).__name__}: {error}".split("\n")[0])
+            return
+        if fault.missing:
+            absent = [key for key in fault.missing if not _explained(key, blamed)]
+            if absent:
+                structure.fault(path, f"required and absent: {', '.join(absent)}")
+            return
+        here = _locate(value, path, path[:root], fault.keys)
+        if here == path or fault.unknown is False:
+            structure.fault(here, fault.what, allowed=fault.allowed)
+        else:
+            structure.unknown_key(
+                here, _fields(fault.owner, parser, here, root), fault.owner.rpartition(".")[2] or here[-2]
+            )
+        blamed.append(here)
+        shorter = _without(value, path, [here])
+        if here == path or shorter == value:
+            return
+        value = shorter
+
+
+def _locate(value: Any, path: KeyPath, root: KeyPath, keys: tuple[str, ...]) -> KeyPath:
+    """The key path below `path` that a message means by its chain of keys, as far as it exists in the value."""
+    chain = [part for key in keys for part in key.split(".")]
+    tail = [*root, *chain]
+    rest = tail[len(path) :] if tuple(tail[: len(path)]) == path else []
+    here, found = value, list(path)
+    for part in rest:
+        if isinstance(here, dict) and part not in here and isinstance(here.get("init_args"), dict):
+            here, found = here["init_args"], [*found, "init_args"]
+        if not (isinstance(here, dict) and part in here):
+            break
+        here, found = here[part], [*found, part]
+    return tuple(found)
+
+
+def _explained(key: str, blamed: Iterable[KeyPath]) -> bool:
+    last = key.rpartition(".")[2]
+    return any(last == path[-1] or near(path[-1], [last]) for path in blamed)
+
+
+def _places(structure: Structure, since: int) -> list[str]:
+    return [error.where.partition(" (")[0] for error in structure.errors[since:]]
+
+
+def _without(value: Any, path: KeyPath, faulty: Iterable[KeyPath]) -> Any:
+    """A copy of the value at `path` without the faulty keys below it; list elements at fault go as a whole."""
+    below = [place[len(path) :] for place in faulty if place[: len(path)] == path and len(place) > len(path)]
+    if isinstance(value, dict):
+        gone = {place[0] for place in below if len(place) == 1}
+        return {
+            key: _without(inner, (key,), [place for place in below if place[0] == key])
+            for key, inner in value.items()
+            if key not in gone
+        }
+    if isinstance(value, list):
+        gone = {place[0] for place in below if len(place) == 1 or place[1] == "class_path"}
+        return [
+            _without(inner, (str(index),), [place for place in below if place[0] == str(index)])
+            for index, inner in enumerate(value)
+            if str(index) not in gone
+        ]
+    return value
+
+
+def _parameters(cls: type) -> set[str] | None:
+    try:
+        return set(
+            ArgumentParser(exit_on_error=False).add_class_arguments(cls, None, fail_untyped=False, sub_configs=True)
+        )
+    except Exception:  # jsonargparse cannot read this signature; the real parser will say so if it matters
+        return None
+
+
+def _fields(owner: str, parser: ArgumentParser, path: KeyPath, root: int) -> set[str]:
+    if owner:
+        module, _, name = owner.rpartition(".")
+        return _parameters(getattr(importlib.import_module(module), name)) or set()
+    prefix, keys = ".".join(path[root:-1]) + ".", list(parser.get_defaults().keys())
+    return {key.removeprefix(prefix).partition(".")[0] for key in keys if key.startswith(prefix)}
+
+
+def _subclasses(base: type) -> set[type]:
+    direct: set[type] = set(base.__subclasses__())
+    return direct.union(*(_subclasses(cls) for cls in direct))
+
+
+def _run_parser(verb: str) -> tuple[LightningArgumentParser, set[str]]:
+    """A parser of everything a run may say, with nothing required; and the keys it knows."""
+    parser = LightningArgumentParser(exit_on_error=False)
+    known = set(parser.add_lightning_class_args(Trainer, "trainer"))
+    parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True, required=False)
+    parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True, required=False)
+    parser.add_optimizer_args((Optimizer,))
+    parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
+    parser.add_argument("--seed_everything", type=bool | int, default=True)
+    skip: set[str | int] = set(LightningCLI.subcommands()[verb])
+    known |= set(parser.add_method_arguments(Trainer, verb, skip=skip))
+    return parser, known | {"model", "data", "optimizer", "lr_scheduler", "seed_everything"}

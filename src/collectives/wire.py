@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How values look on the wire: in full, in half the width, or as int8 blocks.
+
+A wire format turns a piece of the tensor into a message and back, and does the ring's one sum. Whatever the format,
+a sum is formed in float32 or wider at every hop (integers in their own type); only the message is narrow.
+
+Note [averaging once]
+    `Op.MEAN` costs no pass of its own: each rank's contribution is scaled by 1/n where it first enters a message or a
+    sum. So partial sums never grow beyond the largest contribution, and float16 gradients do not overflow.
+
+Note [bit-equal ranks]
+    Whoever finishes a piece sends it, and takes for itself the value that the message stands for, rounded as the
+    others will see it. Passing on copies bits. So all ranks end with the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from enum import StrEnum
+from typing import final
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+
+@final
+class Op(StrEnum):
+    """How contributions are combined. MEAN divides once, inside the hops; it is refused for integers."""
+
+    SUM = "sum"
+    MEAN = "mean"
+
+
+@final
+class Wire(StrEnum):
+    """How values travel.
+
+    FULL: in the tensor's own dtype; exact but for the order of the sum.
+    BF16: 2 bytes per value, rounded to nearest at each hop: each hop adds at most 2**-9 of the partial sum's magnitude.
+    INT8: 1 byte per value and a float32 scale per block of 256 (1.016 bytes per value). Each hop adds at most 1/254 of
+        the largest magnitude in the block, so a sum over n ranks is off by at most `n/254 * sum over ranks of
+        max |x|` within the block (a mean by `1/n` of it). A block that holds an infinity or a NaN arrives as NaN.
+    """
+
+    FULL = "full"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+
+BLOCK = 256
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_HALVES = (torch.float16, torch.bfloat16)
+_SUMMABLE = (
+    *_FLOATS,
+    torch.complex64,
+    torch.complex128,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+)
+
+
+class WireFormat(ABC):
+    """Turns pieces into messages and sums them. `mine` is always the rank's own piece of the flat tensor, 1-D.
+
+    Attributes:
+        dtype: of the message.
+        is_raw: whether a message is the bits of a piece, so that it can be sent and received in place.
+    """
+
+    dtype: torch.dtype
+    is_raw: bool
+
+    @abstractmethod
+    def message_numel(self, numel: int) -> int:
+        """How many values of `dtype` the message of `numel` elements has."""
+
+    @abstractmethod
+    def piece_numel(self, max_bytes: int) -> int:
+        """How many elements fit into a message of `max_bytes`."""
+
+    @abstractmethod
+    def contribute(self, mine: Tensor, out: Tensor) -> None:
+        """Write the scaled contribution `mine` to the message `out`."""
+
+    @abstractmethod
+    def add_to_message(self, got: Tensor, mine: Tensor, out: Tensor) -> None:
+        """Write the sum of the message `got` and the scaled contribution `mine` to the message `out`."""
+
+    @abstractmethod
+    def add_to_mine(self, got: Tensor, mine: Tensor) -> None:
+        """Make `mine` the sum of the message `got` and the scaled contribution `mine`."""
+
+    @abstractmethod
+    def publish(self, mine: Tensor, out: Tensor) -> None:
+        """Write the finished `mine` to the message `out`, and make `mine` what the message stands for."""
+
+    @abstractmethod
+    def keep(self, got: Tensor, mine: Tensor) -> None:
+        """Make `mine` what the message `got` stands for."""
+
+    def num_bytes(self, numel: int) -> int:
+        """The payload bytes of a message of `numel` elements."""
+        return self.message_numel(numel) * self.dtype.itemsize
+
+
+@final
+class FullFormat(WireFormat):
+    """The message is the piece: sums go straight from the incoming memory to the outgoing one."""
+
+    is_raw = True
+
+    def __init__(self, dtype: torch.dtype, scale: float) -> None:
+        self.dtype = dtype
+        self.scale = scale
+
+    @override
+    def message_numel(self, numel: int) -> int:
+        return numel
+
+    @override
+    def piece_numel(self, max_bytes: int) -> int:
+        return max_bytes // self.dtype.itemsize
+
+    @override
+    def contribute(self, mine: Tensor, out: Tensor) -> None:
+        if self.scale != 1:
+            torch.mul(mine, self.scale, out=out)
+        elif out is not mine:
+            out.copy_(mine)
+
+    @override
+    def add_to_message(self, got: Tensor, mine: Tensor, out: Tensor) -> None:
+        if self.scale == 1:
+            torch.add(got, mine, out=out)
+        elif self.dtype in _HALVES and math.frexp(self.scale)[0] != 0.5:
+            # torch rounds `alpha` to the tensor's dtype: harmless for a power of two, an error of its own for 1/3.
+            out.copy_(torch.add(got.float(), mine.float(), alpha=self.scale))
+        else:
+            torch.add(got, mine, alpha=self.scale, out=out)
+
+    @override
+    def add_to_mine(self, got: Tensor, mine: Tensor) -> None:
+        self.add_to_message(got, mine, mine)
+
+    @override
+    def publish(self, mine: Tensor, out: Tensor) -> None:
+        if out is not mine:
+            out.copy_(mine)
+
+    @override
+    def keep(self, got: Tensor, mine: Tensor) -> None:
+        mine.copy_(got)
+
+
+class NarrowFormat(WireFormat):
+    """What the narrow formats share: the sum is formed in a wide scratch, then encoded."""
+
+    is_raw = False
+
+    def __init__(self, tensor_dtype: torch.dtype, scale: float) -> None:
+        self.scale = scale
+        self._wide = torch.float64 if tensor_dtype is torch.float64 else torch.float32
+        self._scratch = torch.empty(0, dtype=self._wide)
+
+    @abstractmethod
+    def encode(self, wide: Tensor, out: Tensor) -> None:
+        """Write `wide` to the message `out`. May overwrite `wide`."""
+
+    @abstractmethod
+    def decode(self, got: Tensor, wide: Tensor) -> None:
+        """Write what the message `got` stands for to `wide`."""
+
+    @final
+    @override
+    def contribute(self, mine: Tensor, out: Tensor) -> None:
+        wide = self._wide_like(mine)
+        if mine.dtype is self._wide and self.scale != 1:
+            torch.mul(mine, self.scale, out=wide)
+        else:
+            wide.copy_(mine).mul_(self.scale)
+        self.encode(wide, out)
+
+    @final
+    @override
+    def add_to_message(self, got: Tensor, mine: Tensor, out: Tensor) -> None:
+        self.encode(self._sum(got, mine), out)
+
+    @final
+    @override
+    def add_to_mine(self, got: Tensor, mine: Tensor) -> None:
+        mine.copy_(self._sum(got, mine))
+
+    @final
+    @override
+    def publish(self, mine: Tensor, out: Tensor) -> None:
+        wide = self._wide_like(mine).copy_(mine)
+        self.encode(wide, out)
+        self.keep(out, mine)
+
+    @final
+    @override
+    def keep(self, got: Tensor, mine: Tensor) -> None:
+        if mine.dtype is self._wide:
+            self.decode(got, mine)
+        else:
+            wide = self._wide_like(mine)
+            self.decode(got, wide)
+            mine.copy_(wide)
+
+    def _sum(self, got: Tensor, mine: Tensor) -> Tensor:
+        wide = self._wide_like(mine)
+        self.decode(got, wide)
+        return wide.add_(mine if mine.dtype is self._wide else mine.to(self._wide), alpha=self.scale)
+
+    def _wide_like(self, mine: Tensor) -> Tensor:
+        if self._scratch.numel() < mine.numel():
+            self._scratch = torch.empty(mine.numel(), dtype=self._wide)
+        return self._scratch[: mine.numel()]
+
+
+@final
+class HalfFormat(NarrowFormat):
+    """`Wire.BF16`: a bfloat16 per value."""
+
+    dtype = torch.bfloat16
+
+    @override
+    def message_numel(self, numel: int) -> int:
+        return numel
+
+    @override
+    def piece_numel(self, max_bytes: int) -> int:
+        return max_bytes // 2
+
+    @override
+    def encode(self, wide: Tensor, out: Tensor) -> None:
+        out.copy_(wide)
+
+    @override
+    def decode(self, got: Tensor, wide: Tensor) -> None:
+        wide.copy_(got)
+
+
+@final
+class BlockFormat(NarrowFormat):
+    """`Wire.INT8`: the float32 scales of all blocks, then the int8 values; the last block may be short."""
+
+    dtype = torch.uint8
+
+    @override
+    def message_numel(self, numel: int) -> int:
+        return numel + 4 * -(-numel // BLOCK)
+
+    @override
+    def piece_numel(self, max_bytes: int) -> int:
+        return max_bytes // (BLOCK + 4) * BLOCK
+
+    @override
+    def encode(self, wide: Tensor, out: Tensor) -> None:
+        for values, scales, codes in self._blocks(wide, out):
+            largest = torch.linalg.vector_norm(values, math.inf, dim=1, keepdim=True)
+            # The floor keeps a block of zeros from 0/0; a NaN passes through it and spoils the block, as it should.
+            scales.copy_(largest.div_(127).clamp_min_(torch.finfo(torch.float32).tiny))
+            codes.copy_(values.div_(scales).round_())
+
+    @override
+    def decode(self, got: Tensor, wide: Tensor) -> None:
+        for values, scales, codes in self._blocks(wide, got):
+            torch.mul(codes, scales, out=values)
+
+    @staticmethod
+    def _blocks(wide: Tensor, message: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Views `[blocks, BLOCK]` of the values, `[blocks, 1]` of the scales, `[blocks, BLOCK]` of the codes."""
+        numel = wide.numel()
+        num_scales = -(-numel // BLOCK)
+        scales = message[: 4 * num_scales].view(torch.float32).unsqueeze(1)
+        codes = message[4 * num_scales :].view(torch.int8)
+        whole = numel // BLOCK * BLOCK
+        blocks = []
+        if whole:
+            blocks.append((wide[:whole].view(-1, BLOCK), scales[: whole // BLOCK], codes[:whole].view(-1, BLOCK)))
+        if whole < numel:
+            blocks.append((wide[whole:].unsqueeze(0), scales[-1:], codes[whole:].unsqueeze(0)))
+        return blocks
+
+
+def wire_format(dtype: torch.dtype, *, op: Op | None, wire: Wire, n: int) -> WireFormat:
+    """The format for a tensor of `dtype`; `op` is None where nothing is summed.
+
+    Raises:
+        ValueError: the dtype cannot be summed, averaged or narrowed like this.
+    """
+    if op is not None and dtype not in _SUMMABLE:
+        raise ValueError(f"a tensor of {dtype} cannot be summed over ranks: convert it to one of {_names(_SUMMABLE)}")
+    if op is Op.MEAN and not (dtype.is_floating_point or dtype.is_complex):
+        raise ValueError(f"the mean of {dtype} is not an integer: use Op.SUM, or convert the tensor to float first")
+    if wire is not Wire.FULL and dtype not in _FLOATS:
+        raise ValueError(f"wire {wire.value!r} carries only {_names(_FLOATS)}, not {dtype}: use Wire.FULL")
+    scale = 1 / n if op is Op.MEAN else 1
+    if wire is Wire.INT8:
+        return BlockFormat(dtype, scale)
+    if wire is Wire.BF16 and dtype not in _HALVES:  # a half is no wider than the wire
+        return HalfFormat(dtype, scale)
+    return FullFormat(dtype, scale)
+
+
+def _names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)

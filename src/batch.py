@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The global batch: one equation, `global_batch = micro_batch * accumulate * data_ranks`, solved for what is missing.
 
-The global batch belongs to the experiment, the rest to the machine: whoever changes the number of ranks keeps the global
-batch, and the micro-batch or the accumulation gives way.
+The global batch belongs to the experiment, the rest to the machine: whoever changes the number of ranks keeps the
+global batch, and the micro-batch or the accumulation gives way.
 
 Example:
     >>> BatchPlan.solve(data_ranks=4, global_batch=64, micro_batch=4)
@@ -70,7 +70,9 @@ class BatchPlan:
             accumulate = accumulate or 1
             unit = accumulate * data_ranks
             if global_batch % unit:
-                raise _indivisible(global_batch, unit, f"{accumulate} accumulated micro-batches on {data_ranks} data ranks")
+                raise _indivisible(
+                    global_batch, unit, f"{accumulate} accumulated micro-batches on {data_ranks} data ranks"
+                )
             return cls(global_batch // unit, accumulate, data_ranks)
         unit = micro_batch * data_ranks
         if global_batch % unit:

@@ -97,7 +97,8 @@ class MeshShape:
             >>> MeshShape.fit(12, cp=2, tp=5)
             Traceback (most recent call last):
             ...
-            stratagem.errors.MeshError: mesh: cp=2, tp=5 need a multiple of 10 ranks, and there are 12. Allowed: 10, 20, 30, ... devices. To mend it: change trainer.devices or one of the sizes.
+            stratagem.errors.MeshError: mesh: cp=2, tp=5 need a multiple of 10 ranks, and there are 12. Allowed: 10, 20,
+            30, ... devices. To mend it: change trainer.devices or one of the sizes.
         """
         for name in (*sizes, fill):
             if name not in AXES and name != "ep":
@@ -193,7 +194,9 @@ class MeshShape:
             ranges = (range(getattr(self, name)) for name in names)
             return [dict(zip(names, values, strict=True)) for values in product(*ranges)]
 
-        return tuple(sorted(tuple(self.rank({**outer, **inner}) for inner in places(along)) for outer in places(across)))
+        return tuple(
+            sorted(tuple(self.rank({**outer, **inner}) for inner in places(along)) for outer in places(across))
+        )
 
     def row_of(self, rank: int, *axes: str) -> tuple[int, ...]:
         """The row along `axes` that holds `rank`."""

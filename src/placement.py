@@ -7,8 +7,8 @@ global norm and clipping, checkpoints and predictions of bytes and memory are al
 does any of those for itself.
 
 Note [every element once]: a norm over the whole model counts each element exactly once. A parameter that is divided
-over some axes adds its local sum, and the sums are added over exactly those axes; a parameter that is replicated along an
-axis is added by each rank for itself and never summed over that axis. So a replicated parameter is not counted N
+over some axes adds its local sum, and the sums are added over exactly those axes; a parameter that is replicated along
+an axis is added by each rank for itself and never summed over that axis. So a replicated parameter is not counted N
 times, and a tied one, which has one placement, not twice.
 
 Example:
@@ -89,8 +89,8 @@ class Placement:
 def global_norm(parts: Iterable[tuple[Placement, Tensor]], reduce: Reduce, *, norm_type: float = 2.0) -> Tensor:
     """The norm over the whole model of tensors that are placed by `Placement`s: see Note [every element once].
 
-    Every rank of the mesh must call it, with the same placements in the same order; it moves one scalar per distinct set
-    of shard axes, over those axes. With nothing sharded nothing is sent.
+    Every rank of the mesh must call it, with the same placements in the same order; it moves one scalar per distinct
+    set of shard axes, over those axes. With nothing sharded nothing is sent.
 
     Args:
         parts: local tensors (usually gradients) with their placements.

@@ -7,8 +7,8 @@ A module says it in class or instance attributes, and so a Transformers model br
     _ep_plan   {"blocks.*.experts": "grouped_gemm", ...}             expert parallelism: a style per layer
     _pp_plan   {"blocks": (["hidden_states"], ["hidden_states"])}    pipeline: what enters and leaves each part
 
-Names are relative to the module that carries the attribute; `*` stands for one number or name. A config may add to a plan or
-override parts of it. Nothing here cuts anything: the techniques read plans.
+Names are relative to the module that carries the attribute; `*` stands for one number or name. A config may add to a
+plan or override parts of it. Nothing here cuts anything: the techniques read plans.
 
 Example:
     >>> from torch import nn

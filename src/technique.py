@@ -18,19 +18,25 @@ Life of a data technique, per optimizer step:
 
 from __future__ import annotations
 
+import hashlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import ClassVar, final
+from typing import Any, ClassVar, TypeVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from stratagem.collectives import Communicator, Traffic
+from stratagem.collectives.communicator import Transport
+from stratagem.errors import ConfigError
 from stratagem.mesh import MeshShape
 from stratagem.placement import Placement
+
+_T = TypeVar("_T", bound=Tensor)
 
 
 @final
@@ -51,32 +57,37 @@ class Context:
     shape: MeshShape
     rank: int
     device: torch.device
-    transport: str = "auto"
+    transport: Transport = "auto"
     timeout: timedelta = timedelta(minutes=30)
     traffic: Traffic = field(default_factory=Traffic)
     placements: dict[str, Placement] = field(default_factory=dict)
-    _communicators: dict[tuple[str, ...], Communicator] = field(default_factory=dict)
+    _communicators: dict[tuple[str, str], Communicator] = field(default_factory=dict)
 
-    def communicator(self, *axes: str) -> Communicator:
+    def communicator(self, *axes: str, lane: str = "main") -> Communicator:
         """The communicator of this rank's row along the axes, opened at the first request.
 
         Opening is collective: every rank of the world must make the first request for the same axes in the same order.
+
+        Args:
+            axes: mesh axes, flattened into one row; those of size 1 make no difference.
+            lane: a communicator carries one collective at a time, so a background thread asks for a lane of its own.
         """
-        axes = tuple(axis for axis in self.shape.sizes if axis in axes) if axes != ("ep",) else axes
-        if axes not in self._communicators:
-            self._communicators[axes] = Communicator.create(
-                "+".join(axes),
-                self.shape.rows(*axes),
+        wanted = tuple(axis for axis in self.shape.sizes if axis in axes and self.shape.sizes[axis] > 1) or axes[:1]
+        name = "+".join(axes if axes == ("ep",) else wanted)
+        if (name, lane) not in self._communicators:
+            self._communicators[name, lane] = Communicator.create(
+                name,
+                self.shape.rows(*name.split("+")),
                 device=self.device,
-                transport=self.transport,  # type: ignore[arg-type]  # checked there
+                transport=self.transport,
                 timeout=self.timeout,
                 traffic=self.traffic,
             )
-        return self._communicators[axes]
+        return self._communicators[name, lane]
 
     def reduce(self, tensor: Tensor, axes: tuple[str, ...], op: str) -> None:
         """Reduces a small tensor in place over axes, by `sum`, `max`, `min` or `mean`. All ranks along them call it."""
-        self.communicator(*axes).reduce_small(tensor, op)  # type: ignore[arg-type]
+        self.communicator(*axes).reduce_small(tensor, op)  # type: ignore[arg-type]  # checked there
 
     def close(self) -> None:
         """Closes every communicator. All ranks call it, after the last collective."""
@@ -85,7 +96,7 @@ class Context:
         self._communicators.clear()
 
     def abort(self) -> None:
-        """Tears every communicator down without waiting for any peer; threads blocked in one of them wake with an error."""
+        """Tears every communicator down without waiting for a peer; threads blocked in one wake with an error."""
         for communicator in self._communicators.values():
             communicator.abort()
         self._communicators.clear()
@@ -107,6 +118,7 @@ class Technique(ABC):
             PlanError: the module cannot be cut so; with the reason, the layer and the nearest legal degree.
         """
 
+    @abstractmethod
     def close(self) -> None:
         """Removes hooks and ends threads; called once, after the last step."""
 
@@ -116,7 +128,17 @@ class Technique(ABC):
 
 
 class DataTechnique(Technique):
-    """A technique that owns the gradients between backward and the optimizer."""
+    """A technique that owns the gradients between backward and the optimizer.
+
+    Where it divides the module or the optimizer's state over ranks, it says how to put them together again, so that a
+    checkpoint always shows what one process would have. The defaults are those of whole replicas.
+    """
+
+    context: Context
+    """Set by `apply`."""
+
+    names: dict[int, str]
+    """Set by `apply`: names in the unparallelised module by `id` of the parameter."""
 
     @abstractmethod
     def begin(self) -> None:
@@ -138,10 +160,74 @@ class DataTechnique(Technique):
     def no_sync(self) -> Iterator[None]:
         """Within it gradients are accumulated locally and nothing is sent. Local."""
 
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Takes over the optimizers, once, after `apply` and before the first step; may replace the tensors in their
+        `param_groups` (never the groups, which schedulers hold on to). All ranks call it."""
+
+    def placement_of(self, parameter: Tensor) -> Placement | None:
+        """Where a tensor of an optimizer's `param_groups` lives; None for one that is not of the module. Local."""
+        return self.context.placements.get(self.names.get(id(parameter), ""))
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The optimizer's state as one process would have it, whole, on rank 0 at least. All ranks call it."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """The inverse of `optimizer_state`; every rank holds the whole state. All ranks call it."""
+        optimizer.load_state_dict(dict(state))
+
+    def module_state(self, module: nn.Module) -> dict[str, Any]:
+        """The module's state as one process would have it, whole, on rank 0 at least. All ranks call it."""
+        return module.state_dict()
+
+    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        """The inverse of `module_state`; every rank holds the whole state. All ranks call it."""
+        module.load_state_dict(state, strict=strict)
+
     @abstractmethod
     def wire_bytes_per_step(self) -> Mapping[str, float]:
-        """The formula: bytes this rank sends for gradients per optimizer step, by axis. Local arithmetic on placements."""
+        """The formula: bytes this rank sends for gradients per optimizer step, by axis. Local arithmetic."""
 
     @abstractmethod
     def held_bytes(self) -> Mapping[str, int]:
-        """The formula: bytes this rank holds, by kind (`parameters`, `gradients`, ...), without the optimizer's state."""
+        """The formula: bytes this rank holds, by kind (`parameters`, `gradients`), without the optimizer's state."""
+
+
+def unique(tensors: Iterable[_T]) -> list[_T]:
+    """Each tensor once, in order: tied parameters count once.
+
+    Example:
+        >>> weight = torch.zeros(1)
+        >>> len(unique([weight, weight]))
+        1
+    """
+    return list({id(tensor): tensor for tensor in tensors}.values())
+
+
+def state_placements(module: nn.Module, context: Context, axes: tuple[str, ...]) -> None:
+    """A placement for every parameter that no earlier technique has placed; tied names become aliases."""
+    names: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    for name, parameter in module.named_parameters():
+        if name not in context.placements:
+            aliases = tuple(other for other in names[id(parameter)] if other != name)
+            context.placements[name] = Placement(name, tuple(parameter.shape), reduce_axes=axes, aliases=aliases)
+
+
+def check_same_structure(module: nn.Module, comm: Communicator) -> None:
+    """Collective: every rank must have built the same module, or gradients would meet the wrong partners."""
+    listing = [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in (*module.named_parameters(), *module.named_buffers())]
+    digests = comm.gather_objects(hashlib.sha256("\n".join(listing).encode()).hexdigest())
+    if len(set(digests)) == 1:
+        return
+    listings = comm.gather_objects(listing)
+    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
+    longest = max(len(listings[0]), len(listings[other]))
+    rows = [(mine + ["nothing"] * longest)[:longest] for mine in (listings[0], listings[other])]
+    first, second = next((a, b) for a, b in zip(*rows, strict=True) if a != b)
+    raise ConfigError(
+        f"the ranks built different modules: {first!r} on rank 0 of {comm.axis}, {second!r} on rank {other}",
+        where="model",
+        do="build the same module on every rank",
+    )

@@ -11,22 +11,20 @@ Lightning's traps in one place:
     optimizer_step      the norm and the clipping come from placements
     teardown            techniques, communicators, process group; aborted, not closed, after an error
 
-Note [a rank's share of the mean]: the mean over ranks of the ranks' mean losses is the mean over samples only if all ranks
-have as many. In the last, uneven batch they have not, so each rank's loss is multiplied by `samples here * ranks /
-samples in all` before backward; the factor is arithmetic, nothing is sent for it.
+Note [a rank's share of the mean]: the mean over ranks of the ranks' mean losses is the mean over samples only if all
+ranks have as many. In the last, uneven batch they have not, so each rank's loss is multiplied by `samples here * ranks
+/ samples in all` before backward; the factor is arithmetic, nothing is sent for it.
 
-Note [nothing to do]: a training step that returns None on one rank runs no backward there. Its gradients count as zeros,
-and it meets the others nevertheless, instead of leaving them waiting.
+Note [nothing to do]: a training step that returns None on one rank runs no backward there. Its gradients count as
+zeros, and it meets the others nevertheless, instead of leaving them waiting.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal, final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,6 +36,7 @@ from lightning.fabric.utilities.distributed import (
 )
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
@@ -46,40 +45,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stratagem.errors import ConfigError
 from stratagem.mesh import MeshShape
 from stratagem.placement import Placement, clip_by_norm, global_norm
-from stratagem.strategy.launcher import LauncherName, make_launcher
+from stratagem.strategy.launcher import make_launcher
 from stratagem.strategy.loaders import LoaderOrder
+from stratagem.strategy.settings import RunSettings
 from stratagem.strategy.sync_batchnorm import convert_batchnorm, restore_batchnorm
 from stratagem.technique import Context, DataTechnique, Technique
-
-
-@final
-@dataclass(frozen=True)
-class RunSettings:
-    """What every strategy lets one choose about the run itself.
-
-    Args:
-        timeout: how long a rank waits for another one before the run ends with an error.
-        transport: how ranks talk. `auto`: shared memory between CPU ranks of one host, sends and receives between hosts,
-            the backend's own collectives on CUDA. `shared_memory`, `p2p`, `native`: that one.
-        launcher: how ranks are started. `auto`: forked from the warm parent where that is safe, else by a fresh start of the
-            script; ranks that torchrun, SLURM or MPI started are taken as they are. `warm`, `subprocess`: that one.
-        batch_size: what a DataLoader's `batch_size` means: `per_rank` (as in Lightning) or `global` (it is divided over
-            the data ranks, so that one config gives the same steps on any number of ranks).
-        backend: torch.distributed backend; Gloo on CPU and NCCL on CUDA where left out.
-    """
-
-    timeout: timedelta = timedelta(minutes=30)
-    transport: Literal["auto", "shared_memory", "p2p", "native"] = "auto"
-    launcher: LauncherName = "auto"
-    batch_size: Literal["per_rank", "global"] = "per_rank"
-    backend: str | None = None
-
-    def __post_init__(self) -> None:
-        if self.timeout <= timedelta(0):
-            raise ConfigError(f"timeout is {self.timeout}", where="run.timeout", allowed="longer than nothing")
 
 
 class MeshStrategy(ParallelStrategy, ABC):
@@ -91,7 +63,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         run: timeouts, transport, launcher, the meaning of `batch_size`.
     """
 
-    def __init__(self, run: RunSettings = RunSettings()) -> None:  # noqa: B008  # frozen
+    def __init__(self, run: RunSettings = RunSettings()) -> None:
         super().__init__()
         self.run = run
         self.context: Context | None = None
@@ -205,6 +177,8 @@ class MeshStrategy(ParallelStrategy, ABC):
             technique.apply(self.model, self.context)
         if fitting:
             self.setup_optimizers(trainer)
+            if self._data is not None:
+                self._data.attach(self.optimizers)
         self.setup_precision_plugin()
         self._install_clipping()
 
@@ -235,10 +209,12 @@ class MeshStrategy(ParallelStrategy, ABC):
             self._owns_group = False
 
     def _end_techniques(self) -> None:
-        ending = [*reversed(self._techniques), *([self.context] if self.context else [])]
+        techniques, context = self._techniques[::-1], self.context
         self._techniques, self.context = [], None
-        for part in ending:
-            part.abort() if self._failed else part.close()
+        for technique in techniques:
+            technique.abort() if self._failed else technique.close()
+        if context is not None:
+            context.abort() if self._failed else context.close()
 
     def _end_group(self) -> None:
         if self._failed and self.root_device.type == "cuda":  # destroying would wait for collectives that never end
@@ -306,17 +282,53 @@ class MeshStrategy(ParallelStrategy, ABC):
 
     def _install_clipping(self) -> None:
         """Lightning leaves clipping to the precision plugin, which would take the norm of what this rank holds."""
-        assert self.model is not None
         assert self.context is not None
-        context, plugin = self.context, self.precision_plugin
-        places = {id(p): context.placements[n] for n, p in self.model.named_parameters() if n in context.placements}
+        context, plugin, data = self.context, self.precision_plugin, self._data
+
+        def placed(parameter: Tensor) -> Placement:
+            found = data.placement_of(parameter) if data is not None else None
+            return found or Placement("", tuple(parameter.shape))
 
         def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            held = [parameter for parameter in plugin.main_params(optimizer) if parameter.grad is not None]
-            parts = [(places.get(id(p)) or Placement("", tuple(p.shape)), p.grad) for p in held if p.grad is not None]
+            parts = [(placed(p), p.grad) for p in plugin.main_params(optimizer) if p.grad is not None]
             clip_by_norm([gradient for _, gradient in parts], global_norm(parts, context.reduce), clip_val)
 
         plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+
+    # -- state: always what one process would have ------------------------------------------------------------------
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Whole, under the indices that the plain optimizer has. Every rank calls it."""
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        return self._data.optimizer_state(inner) if self._data is not None else super().optimizer_state(inner)
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        data = self._data
+        if data is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            data.load_optimizer_state(optimizer, state)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Whole, under the names of the plain module. Every rank calls it."""
+        assert self.lightning_module is not None
+        return (
+            self._data.module_state(self.lightning_module)
+            if self._data is not None
+            else super().lightning_module_state_dict()
+        )
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if self._data is None:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            self._data.load_module_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
 
     # -- talking ---------------------------------------------------------------------------------------------------
 

@@ -5,12 +5,12 @@ Lightning gives a distributed run its own sampler, which shuffles training data 
 shuffled epoch differently for every number of ranks, repeats samples in validation, and cannot resume within an epoch.
 `LoaderOrder` takes its place for the time of one run: it rebuilds each loader around an `OrderedBatchSampler`.
 
-Left alone, as Lightning leaves them: loaders whose sampler is a `DistributedSampler`, iterable datasets, objects that are no
-torch DataLoader, and everything under `Trainer(use_distributed_sampler=False)`.
+Left alone, as Lightning leaves them: loaders whose sampler is a `DistributedSampler`, iterable datasets, objects that
+are no torch DataLoader, and everything under `Trainer(use_distributed_sampler=False)`.
 
-Note [private parts of Lightning]: the only hook that knows which stage a loader is for is `_DataConnector._prepare_dataloader`; it
-is replaced on the one instance and put back in teardown. Rebuilding a user's DataLoader subclass goes through Lightning's own
-record of its constructor's arguments.
+Note [private parts of Lightning]: the only hook that knows which stage a loader is for is
+`_DataConnector._prepare_dataloader`; it is replaced on the one instance and put back in teardown. Rebuilding a user's
+DataLoader subclass goes through Lightning's own record of its constructor's arguments.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LoaderOrder:
         self._connector.__dict__.pop("_prepare_dataloader", None)
 
     def weight(self) -> float:
-        """By what this rank's loss is multiplied at the current training step: its share of the samples, times the ranks."""
+        """By what this rank's loss is multiplied at this training step: its share of the samples, times the ranks."""
         if self._place["num_replicas"] == 1 or not self._training:
             return 1.0
         step = self._trainer.fit_loop.epoch_loop.batch_idx
@@ -111,5 +111,5 @@ def _rebuild(loader: DataLoader[Any], sampler: OrderedBatchSampler, mode: Runnin
         raise DataError(
             f"{type(loader).__name__} cannot be rebuilt around the ordered sampler ({error})",
             where="the training data",
-            do="let its constructor take **kwargs and hand them to DataLoader, or set trainer.use_distributed_sampler: false",
+            do="let its constructor hand **kwargs on to DataLoader, or set trainer.use_distributed_sampler: false",
         ) from error

@@ -7,9 +7,9 @@ Over the samples of all ranks together, with `n` elements per channel in all,
                var  = sum (x - mean)^2 / n        one reduction of [C] numbers
     backward   dx = w / std * (dy - sum dy / n - xhat * sum(dy * xhat) / n)        one reduction of [2C] numbers
 
-The variance is taken around the common mean, in a second message, because `E[x^2] - mean^2` loses all digits where the mean
-is large. Ranks may hold different numbers of samples. Gradients of weight and bias stay local sums: the data technique averages
-them like any other gradient.
+The variance is taken around the common mean, in a second message, because `E[x^2] - mean^2` loses all digits where the
+mean is large. Ranks may hold different numbers of samples. Gradients of weight and bias stay local sums: the data
+technique averages them like any other gradient.
 
 Source: Ioffe and Szegedy 2015 (arXiv 1502.03167); the reductions are those of any synchronised batch norm.
 """
@@ -27,7 +27,6 @@ from typing_extensions import override
 from stratagem.collectives import Communicator
 from stratagem.technique import Context
 
-
 _PARAMETERS = ("weight", "bias")
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -40,7 +39,7 @@ class _Normalise(Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, comm: Communicator
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Returns the output and, per channel, the mean, the biased variance and (once) the count, for running statistics."""
+        """Returns the output, and for running statistics mean and biased variance `[C]` and the count `[1]`."""
         dims = [dim for dim in range(x.dim()) if dim != 1]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         count = wide.new_full((1,), x.numel() / max(x.shape[1], 1))
@@ -85,7 +84,8 @@ class BatchNormOverRanks(_BatchNorm):
     """A BatchNorm of any dimensionality whose training statistics are those of all data ranks together.
 
     Every data rank must call it in training mode, in the same order; per call it moves `3C + 1` numbers in forward (two
-    messages) and `2C` in backward. In evaluation mode it is local. Parameters, buffers and their names are the original's.
+    messages) and `2C` in backward. In evaluation mode it is local. Parameters, buffers and their names are the
+    original's.
 
     Args:
         original: the layer whose parameters and buffers are taken over.
@@ -136,7 +136,7 @@ class BatchNormOverRanks(_BatchNorm):
 
 
 def convert_batchnorm(module: nn.Module, context: Context) -> None:
-    """Replaces every BatchNorm inside `module` by one over the data ranks, in place; nothing where there is one data rank.
+    """Replaces every BatchNorm inside `module` by one over the data ranks, in place; with one data rank, none.
 
     Every rank of the mesh calls it. Sends nothing itself.
     """

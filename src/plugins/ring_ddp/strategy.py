@@ -9,7 +9,8 @@ from typing_extensions import override
 
 from stratagem.mesh import MeshShape
 from stratagem.plugins.ring_ddp.technique import RingDDP, RingDDPSettings
-from stratagem.strategy.base import MeshStrategy, RunSettings
+from stratagem.strategy.base import MeshStrategy
+from stratagem.strategy.settings import RunSettings
 from stratagem.technique import Technique
 
 
@@ -31,8 +32,8 @@ class RingDDPStrategy(MeshStrategy):
 
     def __init__(
         self,
-        ring: RingDDPSettings = RingDDPSettings(),  # noqa: B008  # frozen
-        run: RunSettings = RunSettings(),  # noqa: B008  # frozen
+        ring: RingDDPSettings = RingDDPSettings(),
+        run: RunSettings = RunSettings(),
     ) -> None:
         super().__init__(run)
         self.ring = ring

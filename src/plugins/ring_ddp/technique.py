@@ -5,32 +5,31 @@
     ring              |== bucket 1 ==|== bucket 2 ==|== bucket 3 ==|= 4 =|
                                                                      ^ finish() waits for this rest alone
 
-Every parameter has a hook that runs when its gradient is complete: it moves the gradient into its bucket's memory (from then
-on `.grad` is a view of it) and, when that fills the next bucket in line, hands the bucket to a background thread, which
-drives the ring. Autograd and the ring both work outside the interpreter lock.
+Every parameter has a hook that runs when its gradient is complete: it moves the gradient into its bucket's memory (from
+then on `.grad` is a view of it) and, when that fills the next bucket in line, hands the bucket to a background thread,
+which drives the ring. Autograd and the ring both work outside the interpreter lock.
 
 Note [one order on all ranks]: ranks may produce gradients in different orders, but a ring pairs the i-th message of one
 rank with the i-th of its neighbour. So buckets leave strictly in the order of their layout; a full one waits its turn.
 
-Note [unused parameters]: at the end of backward the buckets that never filled leave too, with zeros for what is missing. One
-small integer vector then tells everyone which parameters any rank used: those that nobody used keep `.grad = None` (an
-optimizer must not decay their weight), those that only others used receive the average. The same vector carries which buffers
-changed, so that constant ones (rotary tables) are never sent.
+Note [unused parameters]: at the end of backward the buckets that never filled leave too, with zeros for what is
+missing. One small integer vector then tells everyone which parameters any rank used: those that nobody used keep `.grad
+= None` (an optimizer must not decay their weight), those that only others used receive the average. The same vector
+carries which buffers changed, so that constant ones (rotary tables) are never sent.
 
-Note [averaging again is harmless]: a second backward before the optimizer steps adds local gradients to averaged ones and
-averages the sum: mean(a + g_r) = a + mean(g_r), since `a` is the same on all ranks. So several backward passes per step,
-and a backward that ends in parts, are right without any bookkeeping.
+Note [averaging again is harmless]: a second backward before the optimizer steps adds local gradients to averaged ones
+and averages the sum: mean(a + g_r) = a + mean(g_r), since `a` is the same on all ranks. So several backward passes per
+step, and a backward that ends in parts, are right without any bookkeeping.
 """
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import ClassVar, Literal, TypeVar, final
+from typing import ClassVar, Literal, final
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +38,10 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from stratagem.collectives import Communicator, Op, Wire, Worker
+from stratagem.collectives.wire import wire_format
 from stratagem.errors import ConfigError
-from stratagem.placement import Placement
 from stratagem.plugins.ring_ddp.buckets import BucketLayout, Slot, pack
-from stratagem.technique import Context, DataTechnique
-
-_T = TypeVar("_T", bound=Tensor)
+from stratagem.technique import Context, DataTechnique, check_same_structure, state_placements, unique
 
 
 @final
@@ -57,12 +54,13 @@ class RingDDPSettings:
         first_bucket_mib: cap of the first bucket, small so that the ring starts early.
         wire: what travels: `full` (the gradients' own dtype), `bf16` (half the bytes of float32; every hop adds
             in float32), or `int8` (block-quantised, about a quarter).
-        unused_parameters: `detect` allows parameters without gradient, on some ranks or on all; `none` promises that every
-            trainable parameter gets one in every backward, saves a small message, and refuses when that is not so.
-        broadcast_buffers: after each step give all ranks rank 0's values of the buffers that changed (as DDP does before
-            the next forward).
-        overlap: send during backward; `false` waits for its end, for modules whose parameters receive gradients in several
-            nested backward passes.
+        unused_parameters: `detect` allows parameters without gradient, on some ranks or on all; `none` promises that
+            every trainable parameter gets one in every backward, saves a small message, and refuses when that is not
+            so.
+        broadcast_buffers: after each step give all ranks rank 0's values of the buffers that changed (as DDP does
+            before the next forward).
+        overlap: send during backward; `false` waits for its end, for modules whose parameters receive gradients in
+            several nested backward passes.
     """
 
     bucket_mib: float = 25.0
@@ -102,11 +100,11 @@ class RingDDP(DataTechnique):
 
     axis: ClassVar[str] = "dp_replicate"
 
-    def __init__(self, settings: RingDDPSettings = RingDDPSettings()) -> None:  # noqa: B008  # frozen
+    def __init__(self, settings: RingDDPSettings = RingDDPSettings()) -> None:
         self.settings = settings
         self._buckets: list[_Bucket] = []
         self._parameters: list[nn.Parameter] = []
-        self._names: list[str] = []
+        self._trained_names: list[str] = []
         self._handles: list[RemovableHandle] = []
         self._syncing, self._pending, self._callback_queued = True, False, False
         self._worker: Worker | None = None
@@ -122,15 +120,16 @@ class RingDDP(DataTechnique):
         """
         axes = tuple(axis for axis in ("dp_replicate", "dp_shard", "cp") if context.shape.sizes[axis] > 1)
         self._axes = axes or (self.axis,)
-        self._module = module
-        self._comm: Communicator = context.communicator(*self._axes)
+        self._module, self.context = module, context
+        self.names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._comm: Communicator = context.communicator(*self._axes, lane="gradients")
         self._device = context.device
-        _state_placements(module, context, self._axes)
+        state_placements(module, context, self._axes)
         if self._comm.size == 1:
             return
-        _check_same_structure(module, self._comm)
+        check_same_structure(module, self._comm)
         with torch.no_grad():
-            self._comm.broadcast_tensors([*_unique(module.parameters()), *_unique(module.buffers())])
+            self._comm.broadcast_tensors([*unique(module.parameters()), *unique(module.buffers())])
         self._worker = Worker(name=f"ring-{self._comm.axis}")
         self._buffer_slots = [(m, key) for m in module.modules() for key in m._buffers]
         self._buffer_marks = self._mark_buffers()
@@ -139,20 +138,22 @@ class RingDDP(DataTechnique):
     # -- hooks and layout ------------------------------------------------------------------------------------------
 
     def _hook_new_parameters(self) -> None:
-        """Packs and hooks every parameter that requires a gradient now or did before; keeps what is there if none is new."""
+        """Packs and hooks every parameter that requires a gradient or once did; nothing happens if none is new."""
         known = {id(parameter) for parameter in self._parameters}
         found = list(self._module.named_parameters())
         if not any(parameter.requires_grad and id(parameter) not in known for _, parameter in found):
             return
         trained = [(name, p) for name, p in found if p.requires_grad or id(p) in known]
-        self._names = [name for name, _ in trained]
+        self._trained_names = [name for name, _ in trained]
         self._parameters = [parameter for _, parameter in trained]
         layouts = pack(
             self._parameters,
             cap_bytes=int(self.settings.bucket_mib * 2**20),
             first_cap_bytes=int(self.settings.first_bucket_mib * 2**20),
         )
-        self._buckets = [_Bucket(layout, self._comm.empty(layout.numel, layout.dtype)) for layout in layouts]
+        self._buckets = [
+            _Bucket(layout, torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)) for layout in layouts
+        ]
         self._slots: dict[int, tuple[int, Slot]] = {
             slot.index: (number, slot) for number, layout in enumerate(layouts) for slot in layout.slots
         }
@@ -175,7 +176,7 @@ class RingDDP(DataTechnique):
             bucket.active = bucket.missing > 0
 
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
-        """Runs when a gradient is complete for this backward: into the bucket, and off if that fills the next in line."""
+        """Runs when a gradient is complete: into its bucket, and off with that if it fills the next in line."""
         self._adopt(index)
         if not self._syncing:
             return
@@ -187,9 +188,9 @@ class RingDDP(DataTechnique):
         if self._arrived[index]:
             if number < self._next:
                 raise RuntimeError(
-                    f"the gradient of {self._names[index]!r} grew after its bucket had left: the parameter receives gradients "
-                    "in several nested backward passes (reentrant checkpointing of a shared module). Set overlap: false, or "
-                    "checkpoint with use_reentrant=False."
+                    f"the gradient of {self._trained_names[index]!r} grew after its bucket had left: it receives "
+                    "gradients in several nested backward passes (reentrant checkpointing of a shared module). Set "
+                    "overlap: false, or checkpoint with use_reentrant=False."
                 )
             return
         self._arrived[index] = True
@@ -198,14 +199,14 @@ class RingDDP(DataTechnique):
             self._launch_full_buckets()
 
     def _adopt(self, index: int) -> None:
-        """Makes a parameter's gradient a view of its bucket; copies at the first micro-batch, then nothing is left to do."""
+        """Makes a parameter's gradient a view of its bucket; copies at the first micro-batch only."""
         parameter, view = self._parameters[index], self._views[index]
         gradient = parameter.grad
         if gradient is view or gradient is None:
             return
         if gradient.is_sparse:
             raise ConfigError(
-                f"the gradient of {self._names[index]!r} is sparse, and ring DDP sends dense ones",
+                f"the gradient of {self._trained_names[index]!r} is sparse, and ring DDP sends dense ones",
                 where="model",
                 do="build its embedding with sparse=False",
             )
@@ -282,7 +283,7 @@ class RingDDP(DataTechnique):
             if self._parameters[slot.index].grad is None:
                 if self.settings.unused_parameters == "none" and self._parameters[slot.index].requires_grad:
                     raise ConfigError(
-                        f"{self._names[slot.index]!r} received no gradient in this backward",
+                        f"{self._trained_names[slot.index]!r} received no gradient in this backward",
                         where="ring.unused_parameters",
                         allowed="`none` only where every trainable parameter is used in every step",
                         do="set it to detect",
@@ -313,7 +314,7 @@ class RingDDP(DataTechnique):
             changed = [buffer for (m, key), moved in pairs if moved and (buffer := m._buffers[key]) is not None]
             assert self._worker is not None
             with torch.no_grad():
-                self._worker.submit(self._comm.broadcast_tensors, _unique(changed)).result()
+                self._worker.submit(self._comm.broadcast_tensors, unique(changed)).result()
             self._buffer_marks = self._mark_buffers()
 
     def _mark_buffers(self) -> list[tuple[int, int]]:
@@ -337,14 +338,15 @@ class RingDDP(DataTechnique):
     def wire_bytes_per_step(self) -> Mapping[str, float]:
         """`2 (N-1)/N` times the gradient bytes on the wire; see `Wire` for the narrower ones."""
         n = self._comm.size
-        trained = [p for p in _unique(self._module.parameters()) if p.requires_grad]
-        payload = sum(self.settings.wire.num_bytes(p.numel(), p.dtype) for p in trained)
+        trained = [p for p in unique(self._module.parameters()) if p.requires_grad]
+        formats = {p.dtype: wire_format(p.dtype, op=Op.MEAN, wire=self.settings.wire, n=n) for p in trained}
+        payload = sum(formats[p.dtype].num_bytes(p.numel()) for p in trained)
         return {self._comm.axis: 2 * (n - 1) / n * payload}
 
     @override
     def held_bytes(self) -> Mapping[str, int]:
         """Parameters, and as much again for gradients: replicas divide nothing."""
-        parameters = _unique(self._module.parameters())
+        parameters = unique(self._module.parameters())
         return {
             "parameters": sum(p.numel() * p.dtype.itemsize for p in parameters),
             "gradients": sum(p.numel() * p.dtype.itemsize for p in parameters if p.requires_grad),
@@ -360,35 +362,8 @@ class RingDDP(DataTechnique):
             self._worker.close()
             self._worker = None
 
-
-def _unique(tensors: Iterable[_T]) -> list[_T]:
-    return list({id(tensor): tensor for tensor in tensors}.values())
-
-
-def _state_placements(module: nn.Module, context: Context, axes: tuple[str, ...]) -> None:
-    """A placement for every parameter that no earlier technique has placed; tied names become aliases."""
-    names: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(name)
-    for name, parameter in module.named_parameters():
-        if name not in context.placements:
-            aliases = tuple(other for other in names[id(parameter)] if other != name)
-            context.placements[name] = Placement(name, tuple(parameter.shape), reduce_axes=axes, aliases=aliases)
-
-
-def _check_same_structure(module: nn.Module, comm: Communicator) -> None:
-    """Collective: every rank must have built the same module, or gradients would meet the wrong partners."""
-    listing = [f"{n} {tuple(t.shape)} {t.dtype}" for n, t in (*module.named_parameters(), *module.named_buffers())]
-    digests = comm.gather_objects(hashlib.sha256("\n".join(listing).encode()).hexdigest())
-    if len(set(digests)) == 1:
-        return
-    listings = comm.gather_objects(listing)
-    other = next(rank for rank, digest in enumerate(digests) if digest != digests[0])
-    longest = max(len(listings[0]), len(listings[other]))
-    rows = [(mine + ["nothing"] * longest)[:longest] for mine in (listings[0], listings[other])]
-    first, second = next((a, b) for a, b in zip(*rows, strict=True) if a != b)
-    raise ConfigError(
-        f"the ranks built different modules: {first!r} on rank 0 of {comm.axis}, {second!r} on rank {other}",
-        where="model",
-        do="build the same module on every rank",
-    )
+    @override
+    def abort(self) -> None:
+        """As `close`, but first wakes the thread if it waits for a peer."""
+        self._comm.abort()
+        self.close()

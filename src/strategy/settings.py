@@ -5,14 +5,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Literal, final
+from typing import Literal
 
 from stratagem.errors import ConfigError
 from stratagem.strategy.launcher import LauncherName
 
 
-@final
-@dataclass(frozen=True)
+@dataclass(frozen=True)  # not @final: jsonargparse takes no default value of a final class
 class RunSettings:
     """What every strategy lets one choose about the run itself.
 

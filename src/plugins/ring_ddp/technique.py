@@ -44,8 +44,7 @@ from stratagem.plugins.ring_ddp.buckets import BucketLayout, Slot, pack
 from stratagem.technique import Context, DataTechnique, check_same_structure, state_placements, unique
 
 
-@final
-@dataclass(frozen=True)
+@dataclass(frozen=True)  # not @final: jsonargparse takes no default value of a final class
 class RingDDPSettings:
     """How ring DDP packs and sends gradients.
 
@@ -65,7 +64,7 @@ class RingDDPSettings:
 
     bucket_mib: float = 25.0
     first_bucket_mib: float = 1.0
-    wire: Wire = Wire.FULL
+    wire: Literal["full", "bf16", "int8"] = "full"
     unused_parameters: Literal["detect", "none"] = "detect"
     broadcast_buffers: bool = True
     overlap: bool = True
@@ -74,6 +73,8 @@ class RingDDPSettings:
         for name in ("bucket_mib", "first_bucket_mib"):
             if getattr(self, name) <= 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}", where=f"ring.{name}", allowed="numbers above 0")
+        if self.wire not in set(Wire):
+            raise ConfigError(f"wire is {self.wire!r}", where="ring.wire", allowed=", ".join(Wire))
 
 
 @dataclass
@@ -224,7 +225,7 @@ class RingDDP(DataTechnique):
 
     def _launch(self, bucket: _Bucket) -> None:
         if bucket.active:
-            self._submit(bucket.flat, Op.MEAN, self.settings.wire)
+            self._submit(bucket.flat, Op.MEAN, Wire(self.settings.wire))
 
     def _submit(self, tensor: Tensor, op: Op, wire: Wire) -> None:
         assert self._worker is not None
@@ -339,7 +340,7 @@ class RingDDP(DataTechnique):
         """`2 (N-1)/N` times the gradient bytes on the wire; see `Wire` for the narrower ones."""
         n = self._comm.size
         trained = [p for p in unique(self._module.parameters()) if p.requires_grad]
-        formats = {p.dtype: wire_format(p.dtype, op=Op.MEAN, wire=self.settings.wire, n=n) for p in trained}
+        formats = {p.dtype: wire_format(p.dtype, op=Op.MEAN, wire=Wire(self.settings.wire), n=n) for p in trained}
         payload = sum(formats[p.dtype].num_bytes(p.numel()) for p in trained)
         return {self._comm.axis: 2 * (n - 1) / n * payload}
 

@@ -71,6 +71,7 @@ class _Rank:
     report: Report | None = None
     exitcode: int | None = None
     ended: float = math.inf
+    released: bool = False  # its body returned, and it was told to end
     stack: str | None = None  # set if it was hanging: where
 
     def look(self) -> None:
@@ -83,6 +84,12 @@ class _Rank:
                 self.pipe.close()
         if code is not None:
             self.exitcode, self.ended = code, time.monotonic()
+
+    def release(self) -> None:
+        """Let a rank whose body returned end."""
+        self.released = True
+        with contextlib.suppress(OSError):
+            self.pipe.send_bytes(b"")
 
 
 @final
@@ -110,7 +117,8 @@ class Gang:
         while running := [number for number, rank in enumerate(self.ranks) if rank.exitcode is None]:
             left = end - time.monotonic()
             if left <= 0:
-                self._ask_where(running)
+                # A rank that returned and waits for the others does not hang.
+                self._ask_where([n for n in running if self.ranks[n].report is None or self.ranks[n].released])
                 break
             signs: list[Any] = []
             for rank in (self.ranks[number] for number in running):
@@ -120,6 +128,10 @@ class Gang:
             connection.wait(signs, timeout=left)
             for number in running:
                 self.ranks[number].look()
+            if all(rank.report is not None or rank.exitcode is not None for rank in self.ranks):
+                for rank in self.ranks:
+                    if rank.exitcode is None and not rank.released:
+                        rank.release()
             if not failed and any(self._failed(number) for number in running):
                 failed = True
                 end = min(end, time.monotonic() + grace.total_seconds())
@@ -159,7 +171,7 @@ class Gang:
 
     def _start(self) -> None:
         for number in range(self.job.num_ranks):
-            ours, theirs = self.context.Pipe(duplex=False)
+            ours, theirs = self.context.Pipe(duplex=True)
             # Not a daemon: those may start no workers for a DataLoader.
             process = self.context.Process(target=main, args=(number, self.job, theirs), daemon=False)
             self.ranks.append(_Rank(process, ours))

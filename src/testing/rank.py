@@ -1,15 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The inside of one rank: what happens in a process of a gang before, around and after the body.
 
-`run_ranks` (in `ranks.py`) is the outside. The two speak over one pipe, one message per rank: the rank's `Report`.
+`run_ranks` (in `ranks.py`) is the outside. The two speak over one pipe: the rank sends one `Report`, and if its body
+returned it waits for one message before it closes the process group. It comes when no rank is in its body any more: a
+rank that left earlier would break the connections of those that are still busy.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copyreg
-import ctypes
 import faulthandler
+import fcntl
+import multiprocessing
 import os
 import pickle
 import random
@@ -21,7 +24,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from multiprocessing.connection import Connection
+from multiprocessing import connection
 from typing import Any, Literal
 
 from stratagem.testing import preload
@@ -72,7 +75,7 @@ def log_file(folder: str, rank: int) -> str:
     return os.path.join(folder, f"rank{rank}.log")
 
 
-def main(rank: int, job: Job, pipe: Connection) -> None:
+def main(rank: int, job: Job, pipe: connection.Connection) -> None:
     """Be rank `rank` of the gang: run the body, report, and leave nothing behind."""
     with open(stack_file(job.folder, rank), "wb", buffering=0) as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -90,17 +93,29 @@ def main(rank: int, job: Job, pipe: Connection) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         pipe.send_bytes(pickle.dumps(report))
+        if report.kind != "returned":
+            os._exit(1)  # its peers must notice at once; threads and half-open groups could keep it
+        with contextlib.suppress(EOFError):
+            pipe.recv_bytes()
         pipe.close()
+        _close_the_group(job)
         faulthandler.disable()
 
 
 def _leave_the_terminal() -> None:
-    """Own process group (Ctrl-C reaches the parent alone, and children of a rank end with it); die with the server."""
+    """Be a process group of its own: Ctrl-C reaches the parent alone, and what a rank starts ends with it.
+
+    If the parent is killed, the kernel ends this group: a pipe whose other end only the parent has may send a signal
+    when it closes. (The parent of this process is the fork server, which lives as long as any rank does.)
+    """
     os.setpgid(0, 0)
-    if sys.platform == "linux":
-        set_parent_death_signal = 1  # PR_SET_PDEATHSIG of linux/prctl.h
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() == 1:  # the server died before the call above
+    parent = multiprocessing.parent_process()
+    if sys.platform == "linux" and parent is not None:
+        pipe = parent.sentinel
+        fcntl.fcntl(pipe, fcntl.F_SETOWN, -os.getpid())  # negative: the whole group
+        fcntl.fcntl(pipe, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(pipe, fcntl.F_SETFL, fcntl.fcntl(pipe, fcntl.F_GETFL) | os.O_ASYNC)
+        if connection.wait([pipe], timeout=0):  # it closed before that
             os._exit(1)
 
 
@@ -110,8 +125,8 @@ def _run(rank: int, job: Job) -> Report:
         _let_outcomes_pickle()
         _rewrite_asserts(job.rewritten)
         function, kwargs = pickle.loads(job.body)
-        with _process_group(rank, job):
-            result = function(**kwargs)
+        _open_the_group(rank, job)
+        result = function(**kwargs)
     except SystemExit:
         raise  # the rank's own way to die: its exit code is the report
     except BaseException as error:
@@ -170,16 +185,18 @@ def _prepare(rank: int, job: Job) -> None:
         rank_zero.rank_zero_only.rank = rank
 
 
-@contextlib.contextmanager
-def _process_group(rank: int, job: Job) -> Any:
+def _open_the_group(rank: int, job: Job) -> None:
     import torch.distributed as dist
 
     if job.group:
         path = os.path.join(job.folder, "store")
         store = dist.FileStore(path, job.num_ranks)  # type: ignore[attr-defined]  # torch's export is implicit
         dist.init_process_group("gloo", store=store, rank=rank, world_size=job.num_ranks, timeout=job.timeout)
-    yield
-    # After a failure the group is left as it is: closing it could wait for a peer, and the process ends anyway.
+
+
+def _close_the_group(job: Job) -> None:
+    import torch.distributed as dist
+
     if job.group and dist.is_initialized():
         dist.destroy_process_group()
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, final
+from typing import Literal
 
 from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
@@ -14,8 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from stratagem.errors import ConfigError
 
 
-@final
-@dataclass(frozen=True)
+@dataclass(frozen=True)  # not @final: jsonargparse takes no default value of a final class
 class OptimizerSettings:
     """What `CausalLM` and `ImageClassifier` train with.
 

@@ -37,7 +37,8 @@ class Preflight(Protocol):
                 converted (`"1e-3"`).
 
         Returns:
-            One error per fault, its `where` the name of the argument at fault; an empty list if there is none.
+            One error per fault, its `where` the argument at fault (`path` or `data.path`); an empty list if there is
+            none. Raising one says the same.
         """
         ...
 
@@ -99,6 +100,7 @@ def _preflight(found: structure.Structure, node: structure.ClassNode) -> None:
     except UserError as error:
         problems = [error]
     for problem in problems:
-        path = (*prefix, *problem.where.split(".")) if problem.where else node.path
+        inner = problem.where.removeprefix(f"{node.path[0]}.").split(".")
+        path = (*prefix, *inner) if problem.where else node.path
         where = found.settings.where(path)
         found.errors.append(type(problem)(problem.what, where=where, allowed=problem.allowed, do=problem.do))

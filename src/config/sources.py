@@ -54,12 +54,14 @@ class Settings:
         origins: for each key path, where its value was written last.
         carried: key paths of `init_args` that were written for another class than the one that is now named; such a key
             is dropped in silence where the new class does not know it, as jsonargparse does.
+        named: key paths where options were given for what is otherwise a bare name, such as `ring_ddp`.
         problems: what was wrong with the sources themselves: missing files, broken YAML, words without an option.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
     origins: dict[KeyPath, Origin] = field(default_factory=dict)
     carried: set[KeyPath] = field(default_factory=set)
+    named: set[KeyPath] = field(default_factory=set)
     problems: list[UserError] = field(default_factory=list)
 
     def where(self, path: KeyPath) -> str:
@@ -75,6 +77,8 @@ class Settings:
         for depth, key in enumerate(path[:-1]):
             here = target.get(key)
             if not isinstance(here, dict):
+                if isinstance(here, str):
+                    self.named.add(path[: depth + 1])
                 here = {"class_path": here} if isinstance(here, str) else {}
                 target[key] = here
             self.origins.setdefault(path[: depth + 1], origin)

@@ -38,10 +38,10 @@ _SHOWN_IN_FULL = 16
 @final
 @dataclass(frozen=True)
 class ClassNode:
-    """One class that the run names: its key path, the class, and the arguments written for it."""
+    """One class (or function that builds an object) that the run names: key path, class, arguments written for it."""
 
     path: KeyPath
-    cls: type
+    cls: Any
     init_args: dict[str, Any]
 
 
@@ -115,6 +115,8 @@ def find_class(name: str, base: type | None) -> Any:
     module_name, _, attribute = name.rpartition(".")
     try:
         module = importlib.import_module(module_name)
+        if hasattr(module, attribute):  # may import in its turn: packages may load their classes lazily
+            return getattr(module, attribute)
     except ModuleNotFoundError as error:
         missing = error.name or module_name
         if module_name == missing or module_name.startswith(f"{missing}."):
@@ -124,11 +126,10 @@ def find_class(name: str, base: type | None) -> Any:
         ) from error
     except Exception as error:  # whatever a stranger's module raises while it is imported
         raise ConfigError(f"the import of {module_name} failed with {type(error).__name__}: {error}") from error
-    if not hasattr(module, attribute):
-        close = near(attribute, [key for key, value in vars(module).items() if inspect.isclass(value)])
-        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
-        raise ConfigError(f"the module {module_name} has no class {attribute!r}{hint}")
-    return getattr(module, attribute)
+    public = [key for key, value in vars(module).items() if inspect.isclass(value)]
+    close = near(attribute, [*public, *getattr(module, "__all__", ())])
+    hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+    raise ConfigError(f"the module {module_name} has no class {attribute!r}{hint}")
 
 
 def _short_name(name: str, base: type | None) -> Any:
@@ -167,6 +168,8 @@ def _check_value(structure: Structure, parser: ArgumentParser, path: KeyPath, va
         value = {"class_path": value}
     _open_classes(structure, path, value, base)
     bad = [tuple(key.split(".")) for key in _places(structure, before)]
+    if (*path, "class_path") in bad:
+        return  # without its class there is nothing to hold the rest against
     _narrow(structure, parser, path, _without(value, path, bad), blamed=bad)
 
 
@@ -193,12 +196,16 @@ def _open_class(structure: Structure, path: KeyPath, node: dict[str, Any], base:
         )
         return
     try:
-        cls = find_class(name, base)
+        if path in structure.settings.named and name in strategies():
+            cls = strategies()[name].load()
+        else:
+            cls = find_class(name, base)
     except UserError as error:
         structure.fault((*path, "class_path"), error.what, allowed=error.allowed, do=error.do)
         return
-    if not inspect.isclass(cls):
-        return  # a function that builds the object, or a bare name that jsonargparse knows: its check comes last
+    if not (inspect.isclass(cls) or inspect.isfunction(cls)):
+        return  # a bare name that jsonargparse may know: its check comes last
+    node["class_path"] = f"{cls.__module__}.{cls.__qualname__}" if "." not in name else name
     known = _parameters(cls)
     for key in list(arguments):
         here = (*path, "init_args", key)
@@ -212,7 +219,7 @@ def _open_class(structure: Structure, path: KeyPath, node: dict[str, Any], base:
         _open_classes(structure, here, arguments[key], None)
         if known is not None and len(structure.errors) == inner_before:
             one = ArgumentParser(exit_on_error=False)
-            one.add_class_arguments(cls, None, fail_untyped=False, sub_configs=True, skip=known - {key})
+            _add_arguments(one, cls, known - {key})
             _narrow(structure, one, (*path, "init_args", key), arguments[key], root=len(path) + 1)
     if len(structure.errors) == before:
         structure.classes.append(ClassNode(path, cls, arguments))
@@ -293,14 +300,14 @@ def _without(value: Any, path: KeyPath, faulty: Iterable[KeyPath]) -> Any:
     """A copy of the value at `path` without the faulty keys below it; list elements at fault go as a whole."""
     below = [place[len(path) :] for place in faulty if place[: len(path)] == path and len(place) > len(path)]
     if isinstance(value, dict):
-        gone = {place[0] for place in below if len(place) == 1}
+        gone = {place[0] for place in below if len(place) == 1 or place[1:] == ("class_path",)}
         return {
             key: _without(inner, (key,), [place for place in below if place[0] == key])
             for key, inner in value.items()
             if key not in gone
         }
     if isinstance(value, list):
-        gone = {place[0] for place in below if len(place) == 1 or place[1] == "class_path"}
+        gone = {place[0] for place in below if len(place) == 1 or place[1:] == ("class_path",)}
         return [
             _without(inner, (str(index),), [place for place in below if place[0] == str(index)])
             for index, inner in enumerate(value)
@@ -309,13 +316,17 @@ def _without(value: Any, path: KeyPath, faulty: Iterable[KeyPath]) -> Any:
     return value
 
 
-def _parameters(cls: type) -> set[str] | None:
+def _parameters(cls: Any) -> set[str] | None:
     try:
-        return set(
-            ArgumentParser(exit_on_error=False).add_class_arguments(cls, None, fail_untyped=False, sub_configs=True)
-        )
+        return set(_add_arguments(ArgumentParser(exit_on_error=False), cls, set()))
     except Exception:  # jsonargparse cannot read this signature; the real parser will say so if it matters
         return None
+
+
+def _add_arguments(parser: ArgumentParser, cls: Any, skip: set[str]) -> list[str]:
+    """Add the parameters of a class, or of a function that builds the object, all but some."""
+    add = parser.add_class_arguments if inspect.isclass(cls) else parser.add_function_arguments
+    return add(cls, None, fail_untyped=False, sub_configs=True, skip=skip)
 
 
 def _fields(owner: str, parser: ArgumentParser, path: KeyPath, root: int) -> set[str]:

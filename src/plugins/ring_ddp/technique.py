@@ -132,7 +132,7 @@ class RingDDP(DataTechnique):
         with torch.no_grad():
             self._comm.broadcast_tensors([*unique(module.parameters()), *unique(module.buffers())])
         self._worker = Worker(name=f"ring-{self._comm.axis}")
-        self._buffer_slots = [(m, key) for m in module.modules() for key in m._buffers]
+        self._owners = [m for m in module.modules() if m._buffers]
         self._buffer_marks = self._mark_buffers()
         self._hook_new_parameters()
 
@@ -294,7 +294,7 @@ class RingDDP(DataTechnique):
                 self._adopt(slot.index)
 
     def _flags(self) -> Tensor | None:
-        """One integer per parameter (has a gradient) and buffer (changed); nothing where nothing is to be agreed on."""
+        """One integer per parameter (has it a gradient?) and module with buffers (did they change?), if there are any."""
         flags: list[bool] = []
         if self.settings.unused_parameters == "detect":
             flags += [parameter.grad is not None for parameter in self._parameters]
@@ -311,17 +311,20 @@ class RingDDP(DataTechnique):
                 if is_used and self._parameters[index].grad is None:
                     self._parameters[index].grad = self._views[index]
         if any(anywhere):
-            pairs = zip(self._buffer_slots, anywhere, strict=True)
-            changed = [buffer for (m, key), moved in pairs if moved and (buffer := m._buffers[key]) is not None]
+            pairs = zip(self._owners, anywhere, strict=True)
+            changed = [b for owner, moved in pairs if moved for b in owner._buffers.values() if b is not None]
             assert self._worker is not None
             with torch.no_grad():
                 self._worker.submit(self._comm.broadcast_tensors, unique(changed)).result()
             self._buffer_marks = self._mark_buffers()
 
-    def _mark_buffers(self) -> list[tuple[int, int]]:
-        """What tells that a buffer changed: another tensor, or another version of the same one."""
-        buffers = (m._buffers.get(key) for m, key in self._buffer_slots)
-        return [(id(buffer), buffer._version) if buffer is not None else (0, 0) for buffer in buffers]
+    def _mark_buffers(self) -> list[list[tuple[int, int]]]:
+        """What tells that a module's buffers changed: another tensor, or another version of the same one.
+
+        A module's buffers go together: batch norm's kernel writes its running statistics without counting a version,
+        but the module counts its batches.
+        """
+        return [[(id(b), b._version) for b in owner._buffers.values() if b is not None] for owner in self._owners]
 
     @override
     @contextmanager

@@ -1,0 +1,90 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the parts of the contract share: the subject and the gangs as fixtures, world sizes, refusals."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import pytest
+from lightning.pytorch.strategies import Strategy
+
+from stratagem.testing.contract.runs import Gangs
+from stratagem.testing.contract.subject import CAPABILITIES, Capability, Lacks, Refuses, Subject
+
+on_each_world_size = pytest.mark.parametrize("num_ranks", (1, 2, 3, 4), ids=lambda number: f"{number}ranks")
+"""Makes one test of each number of ranks; those that the subject does not claim are skipped by the fixture `subject`."""
+
+
+class ContractBase:
+    """The settings of a contract: class attributes that a subclass sets; see `StrategyContract`."""
+
+    strategy: ClassVar[str | Callable[[], Strategy]]
+    world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
+    supports_manual_optimization: ClassVar[Capability] = True
+    supports_accumulation: ClassVar[Capability] = True
+    supports_clipping_by_norm: ClassVar[Capability] = True
+    supports_clipping_by_value: ClassVar[Capability] = True
+    supports_unused_parameters: ClassVar[Capability] = True
+    supports_sync_batchnorm: ClassVar[Capability] = True
+    supports_uneven_batches: ClassVar[Capability] = True
+    supports_skipped_steps: ClassVar[Capability] = True
+    supports_naming_the_peer: ClassVar[Capability] = True
+    supports_bounded_hang: ClassVar[Capability] = True
+
+    @pytest.fixture
+    def described(self) -> Subject:
+        """The subject that the class attributes describe; override it to describe one in another way."""
+        strategy: Any = inspect.getattr_static(type(self), "strategy")
+        claims = {name: getattr(self, f"supports_{name}") for name in CAPABILITIES}
+        return Subject(strategy=getattr(strategy, "__func__", strategy), world_sizes=self.world_sizes, **claims)
+
+    @pytest.fixture
+    def subject(self, described: Subject, request: pytest.FixtureRequest) -> Subject:
+        """The subject, if it claims this test's number of ranks."""
+        callspec = getattr(request.node, "callspec", None)
+        num_ranks = callspec.params.get("num_ranks") if callspec is not None else None
+        if num_ranks is not None and num_ranks not in described.world_sizes:
+            pytest.skip(f"{described.name} is not made for {num_ranks} ranks")
+        return described
+
+    @pytest.fixture
+    def gangs(self, pytestconfig: pytest.Config) -> Gangs:
+        """Runs bodies on ranks."""
+        return Gangs(pytestconfig.getini("ranks_preload"))
+
+
+@contextmanager
+def unless_refused(subject: Subject, *needs: str) -> Iterator[None]:
+    """Runs the block, which needs these capabilities: skipped if one is lacking, and it must be refused if one is refused.
+
+    Args:
+        subject: the strategy under test.
+        needs: names of its capabilities.
+    """
+    claims = {name: getattr(subject, name) for name in needs}
+    for name, claim in claims.items():
+        if isinstance(claim, Lacks):
+            pytest.skip(f"{subject.name} lacks {name}: {claim.why}")
+    refused = [name for name, claim in claims.items() if isinstance(claim, Refuses)]
+    if not refused:
+        yield
+        return
+    try:
+        yield
+    except pytest.fail.Exception as failure:
+        _assert_clear(subject, refused, str(failure))
+    else:
+        pytest.fail(f"{subject.name} should refuse {', '.join(refused)}, and did not", pytrace=False)
+
+
+def _assert_clear(subject: Subject, refused: list[str], report: str) -> None:
+    """A refusal is an error on every rank, of a kind that is meant for users, with a message."""
+    summaries = re.findall(r"^--- rank (\d+)[^:]*: (.*)$", report, flags=re.MULTILINE)
+    kind = re.compile(r"\w*(Error|Exception): \S")
+    unclear = [rank for rank, summary in summaries if not kind.match(summary)]
+    assert summaries, report
+    assert not unclear, f"{subject.name} refuses {refused} but ranks {unclear} do not say so:\n{report}"

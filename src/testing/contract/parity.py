@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Items 1 and 2 of the contract: many ranks train what one process trains, and end as bit-equal replicas.
+
+Same module, seed and global batch, float64 and SGD with momentum and weight decay. Compared are the loss of every batch, the
+norm of every gradient before clipping, the rates, and parameters and buffers at the end. The norm is compared by itself since
+clipping to a norm would hide a gradient that is N times too long.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from stratagem.testing.contract.cases import CASES, Case
+from stratagem.testing.contract.runs import Gangs, Record, Run, reference, train
+from stratagem.testing.contract.subject import Subject
+from stratagem.testing.contract.base import ContractBase, on_each_world_size, unless_refused
+
+DDP = Subject(strategy="ddp_find_unused_parameters_true", replicated=())
+"""Lightning's own strategy, the measure where one process cannot be it."""
+
+_AS_FAR_AS_DDP = 8.0
+"""Where a module computes in float32 inside, a strategy may be this many times as far from one process as `ddp` is."""
+
+
+class ParityContract(ContractBase):
+    """Same losses, norms, rates, parameters and buffers as one process; replicas bit-equal."""
+
+    cases: ClassVar[Sequence[Case]] = CASES
+    """What is trained; a subclass may give fewer, or its own."""
+
+    @on_each_world_size
+    @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+    def test_parity(self, subject: Subject, gangs: Gangs, case: Case, num_ranks: int) -> None:
+        """Plain, accumulated, clipped, and with an uneven last batch: all as in one process."""
+        if case not in self.cases:
+            pytest.skip("not among the cases of this contract")
+        if not case.is_available:
+            pytest.skip(f"{case.requires_package} is not installed")
+        runs = runs_of(case, subject)
+        with unless_refused(subject, *case.needs):
+            trained = train(gangs, subject, case, runs, num_ranks)
+            ddp = self._measured_by_ddp(gangs, case, runs, num_ranks)
+            for run, one, many, other in zip(runs, reference(gangs, case, runs), trained, ddp, strict=True):
+                assert_clips(one, run, case)
+                allowed = subject.tolerance
+                if other is not None:
+                    allowed = max(allowed, _AS_FAR_AS_DDP * max(deviations(one, other).values()))
+                assert_same_training(one, many, tolerance=allowed, what=f"{case.name} ({run.label})")
+                assert_replicas(many, subject.replicated, what=f"{case.name} ({run.label})")
+
+    @on_each_world_size
+    def test_batchnorm_without_sync_is_that_of_ddp(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
+        """Each rank normalises by its own samples; running statistics are those of rank 0, on every rank."""
+        for name in ("rows_sync_batchnorm", "averaged_sync_batchnorm"):
+            case = next(case for case in CASES if case.name == name)
+            runs = [Run(order="slices"), Run(order="slices", batches=6, accumulate=3)]
+            here = train(gangs, subject, case, runs, num_ranks)
+            ddp = train(gangs, DDP, case, runs, num_ranks)
+            for run, mine, theirs in zip(runs, here, ddp, strict=True):
+                for rank in range(num_ranks):
+                    what = f"{name} under ddp ({run.label}), rank {rank}"
+                    close(mine[rank].losses, theirs[rank].losses, 1e-12, f"losses of {what}")
+                    close(mine[rank].norms, theirs[rank].norms, 1e-12, f"norms of {what}")
+                close_states(mine[0].state, theirs[0].state, 1e-12, f"{name} under ddp ({run.label})")
+                assert_replicas(mine, subject.replicated, what=f"{name} ({run.label})")
+
+    @on_each_world_size
+    def test_fewer_samples_than_ranks_in_the_last_batch(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
+        """A rank that has nothing in the last batch neither waits for ever nor changes the mean."""
+        case = next(case for case in CASES if case.name == "groups_and_schedule")
+        runs = [Run(batches=2, tail=1)]
+        with unless_refused(subject, "uneven_batches"):
+            (many,) = train(gangs, subject, case, runs, num_ranks)
+            (one,) = reference(gangs, case, runs)
+            close(many[0].norms, one.norms, subject.tolerance, "norms")
+            close_states(many[0].state, one.state, subject.tolerance, "state")
+            assert_replicas(many, subject.replicated, what="after the last batch")
+
+    def _measured_by_ddp(
+        self, gangs: Gangs, case: Case, runs: Sequence[Run], num_ranks: int
+    ) -> list[list[Record] | None]:
+        """What ddp makes of the even runs of a case whose module rounds to float32 inside; None where one process is enough."""
+        if not case.float32_inside:
+            return [None] * len(runs)
+        even = [dataclasses.replace(run, tail=0) for run in runs]
+        return [*train(gangs, DDP, case, even, num_ranks)]
+
+
+def runs_of(case: Case, subject: Subject) -> list[Run]:
+    """The runs of a case that the subject does not rule out."""
+    synced = "sync_batchnorm" in case.needs
+    uneven = Run(batches=2, tail=5, sync_batchnorm=synced)
+    even = Run(sync_batchnorm=synced)
+    last = uneven if subject.uneven_batches is True and not case.float32_inside else even
+    if case.is_manual:
+        return [last]
+    clips = subject.clipping_by_norm is True
+    clip = case.clip if clips else None
+    # Seldom clipped: a wrong scale shows in the weights too. Not free: an unstable run would magnify its rounding.
+    last = dataclasses.replace(last, clip=10 * case.clip if clips else None)
+    runs = [Run(clip=clip, sync_batchnorm=synced), last]
+    if subject.accumulation is True:
+        runs.append(Run(batches=6, accumulate=3, clip=clip, sync_batchnorm=synced))
+    return runs
+
+
+def assert_clips(one: Record, run: Run, case: Case) -> None:
+    """Clipping that never happens checks nothing."""
+    if run.clip == case.clip:
+        assert min(one.norms) > 1.05 * run.clip, f"{case.name}: norms {one.norms} are not clipped by {run.clip}"
+
+
+def assert_same_training(one: Record, many: Sequence[Record], *, tolerance: float, what: str) -> None:
+    """Asserts that `many` ranks trained what one process trained."""
+    close(mean_losses(many), one.losses, tolerance, f"losses of {what}")
+    for rank, record in enumerate(many):
+        close(record.norms, one.norms, tolerance, f"gradient norms of {what}, rank {rank}")
+        assert record.rates == one.rates, f"learning rates of {what}, rank {rank}: {record.rates}, not {one.rates}"
+    close_states(many[0].state, one.state, tolerance, what)
+
+
+def mean_losses(many: Sequence[Record]) -> list[float | None]:
+    """The mean over samples of each batch: the ranks' mean losses weighed by their samples."""
+    found: list[float | None] = []
+    for batch in range(len(many[0].losses)):
+        parts = [(record.losses[batch], record.samples[batch]) for record in many]
+        weighed = [(loss, samples) for loss, samples in parts if loss is not None]
+        total = sum(samples for _, samples in weighed)
+        found.append(sum(loss * samples for loss, samples in weighed) / total if total else None)
+    return found
+
+
+def deviations(one: Record, many: Sequence[Record]) -> dict[str, float]:
+    """By quantity, how far many ranks are from one process, relatively."""
+    found = {
+        "losses": _distance(mean_losses(many), one.losses),
+        "norms": max(_distance(record.norms, one.norms) for record in many),
+    }
+    for name, value in one.state.items():
+        found[name] = _tensor_distance(many[0].state[name], value)
+    return found
+
+
+def close(found: Sequence[float | None], expected: Sequence[float | None], tolerance: float, what: str) -> None:
+    """Asserts that two series are equal, relatively to `expected`, number by number."""
+    assert len(found) == len(expected), f"{what}: {len(found)} of them, not {len(expected)}"
+    for place, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
+        distance = _distance([mine], [theirs])
+        assert distance <= tolerance, f"{what}: number {place} is {mine}, not {theirs} (off by {distance:.1e} relatively)"
+
+
+def close_states(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float, what: str) -> None:
+    """Asserts that two states have the same names, and values equal relatively to each tensor's largest element."""
+    assert list(found) == list(expected), f"{what}: the state has {sorted(found)}, not {sorted(expected)}"
+    for name, value in expected.items():
+        distance = _tensor_distance(found[name], value)
+        assert distance <= tolerance, f"{what}: {name} is off by {distance:.1e} relatively, allowed are {tolerance:.1e}"
+
+
+def assert_replicas(many: Sequence[Record], kinds: Iterable[str], *, what: str) -> None:
+    """Asserts that ranks which hold the same part of the model hold the same bits."""
+    prefixes = tuple(kind.removesuffix("s") + " " for kind in kinds)
+    for rank, record in enumerate(many):
+        first = next(n for n, other in enumerate(many) if other.model_part == record.model_part)
+        keys = dict.fromkeys([*many[first].digests, *record.digests])
+        other = [k for k in keys if k.startswith(prefixes) and many[first].digests.get(k) != record.digests.get(k)]
+        assert not other, f"{what}: rank {rank} is no replica of rank {first}: {', '.join(other[:5])} ({len(other)} in all)"
+
+
+def _distance(found: Sequence[float | None], expected: Sequence[float | None]) -> float:
+    worst = 0.0
+    for mine, theirs in zip(found, expected, strict=True):
+        if mine is None or theirs is None:
+            worst = max(worst, 0.0 if mine is theirs else math.inf)
+        elif not (math.isfinite(mine) and math.isfinite(theirs)):
+            worst = math.inf
+        else:
+            worst = max(worst, abs(mine - theirs) / max(abs(theirs), 1e-300)) if mine != theirs else worst
+    return worst
+
+
+def _tensor_distance(found: Tensor, expected: Tensor) -> float:
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return math.inf
+    if torch.equal(found, expected):
+        return 0.0
+    wide = expected.double()
+    off = float((found.double() - wide).abs().max() / wide.abs().max().clamp(min=1e-300))
+    return off if math.isfinite(off) else math.inf

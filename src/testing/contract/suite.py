@@ -1,0 +1,10 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`StrategyContract`: the whole contract as one test class."""
+
+from __future__ import annotations
+
+from stratagem.testing.contract.parity import ParityContract
+
+
+class StrategyContract(ParityContract):
+    """The contract; subclass it in a test module and name your strategy."""

@@ -159,6 +159,7 @@ class Gang:
 
     def results(self) -> list[Any]:
         """Return what the bodies returned, or raise the one report of all failures."""
+        __tracebackhide__ = True
         for number, rank in enumerate(self.ranks):
             if rank.report is not None and rank.report.kind == "harness":
                 raise HarnessError(f"rank {number} of the gang did not inherit what it needs.\n{rank.report.text}")

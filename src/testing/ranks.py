@@ -82,21 +82,20 @@ def run_ranks(
         raise ValueError(f"num_ranks is {num_ranks}. Allowed: 1 or more.")
     __tracebackhide__ = True  # pytest shows the caller, not this file
     scale = float(os.environ.get(SCALE_VARIABLE, "1"))
-    wanted = (*preload.MODULES, *modules)
-    with contextlib.ExitStack() as stack:
-        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="stratagem-gang-"))
+    work = _pickled(body, dict(kwargs or {}))
+    with tempfile.TemporaryDirectory(prefix="stratagem-gang-") as folder, _rendezvous() as port:
         job = Job(
             num_ranks=num_ranks,
-            body=_pickled(body, dict(kwargs or {})),
+            body=work,
             folder=folder,
-            port=stack.enter_context(_rendezvous()),
+            port=port,
             group=group,
             timeout=2 * scale * deadline,  # the harness finds a hang first, and shows the stack
             environment=dict(os.environ),
-            modules=wanted,
+            modules=(*preload.MODULES, *modules),
             rewritten=_rewritten_modules(),
         )
-        gang = Gang(job, _context(wanted), dict(dies or {}))
+        gang = Gang(job, _context(job.modules), dict(dies or {}))
         with contextlib.closing(gang):
             gang.run(deadline * scale, grace * scale)
         gang.print_output()

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults strike where they are told to, and nowhere else."""
+
+from __future__ import annotations
+
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import lightning.pytorch as pl
+import pytest
+from jsonargparse import ArgumentParser
+from lightning.pytorch.demos.boring_classes import BoringModel
+
+from stratagem.testing import Fault, Faults, InjectedFault, RanksFailed, run_ranks
+
+
+class _Recorder(pl.Callback):
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *unused: object) -> None:
+        with open(self.path / f"rank{trainer.global_rank}", "a") as file:
+            file.write(f"{trainer.global_step} ")
+
+
+def _fit(path: Path, faults: Faults, devices: int = 2) -> None:
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        devices=devices,
+        strategy="ddp",
+        max_steps=4,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[_Recorder(path), faults],
+    )
+    trainer.fit(BoringModel())
+
+
+def _steps(path: Path, rank: int) -> list[int]:
+    return [int(step) for step in (path / f"rank{rank}").read_text().split()]
+
+
+def test_a_rank_raises_at_its_step(tmp_path: Path) -> None:
+    faults = Faults().raise_at(rank=1, step=2)
+    with pytest.raises(RanksFailed, match="rank 1 first: InjectedFault: rank 1 was told to raise at step 2") as caught:
+        run_ranks(2, _fit, {"path": tmp_path, "faults": faults})
+    assert isinstance(caught.value.failures[1].exception, InjectedFault)
+    assert _steps(tmp_path, 1) == [1, 2]
+
+
+def test_a_rank_is_killed_at_its_step_and_the_other_is_told(tmp_path: Path) -> None:
+    faults = Faults().kill_at(rank=0, step=1, moment="before_backward")
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(2, _fit, {"path": tmp_path, "faults": faults}, dies={0: -9})
+    assert list(caught.value.failures) == [1]
+    assert "onnection" in caught.value.failures[1].summary
+    assert _steps(tmp_path, 0) == [1]
+
+
+def test_a_rank_hangs_at_its_step(tmp_path: Path) -> None:
+    faults = Faults().hang_at(rank=0, step=3, moment="after_step")
+    with pytest.raises(RanksFailed) as caught:
+        run_ranks(2, _fit, {"path": tmp_path, "faults": faults}, deadline=timedelta(seconds=4))
+    assert "in _happen" in caught.value.failures[0].details
+    assert _steps(tmp_path, 0) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("moment", ["before_forward", "before_backward", "after_backward", "after_step"])
+def test_a_pause_happens_once_and_the_run_goes_on(moment: str, tmp_path: Path) -> None:
+    faults = Faults([Fault("slow", 0, 1, moment, 0.3)])  # type: ignore[arg-type]
+    started = time.monotonic()
+    run_ranks(1, _fit, {"path": tmp_path, "faults": faults, "devices": 1})
+    assert time.monotonic() - started >= 0.3
+    assert _steps(tmp_path, 0) == [1, 2, 3, 4]
+
+
+def test_the_sentence_adds_up_and_the_config_says_the_same() -> None:
+    sentence = Faults().kill_at(rank=1, step=3).slow_at(rank=0, step=1, pause=timedelta(seconds=2))
+    parser = ArgumentParser()
+    parser.add_class_arguments(Faults, "faults")
+    config = parser.parse_object(
+        {
+            "faults": {
+                "faults": [{"kind": "kill", "rank": 1, "step": 3}, {"kind": "slow", "rank": 0, "step": 1, "seconds": 2}]
+            }
+        }
+    )
+    assert parser.instantiate(config).faults.faults == sentence.faults
+
+
+def test_a_place_that_cannot_be_is_refused() -> None:
+    with pytest.raises(ValueError, match="must be 0 or more"):
+        Faults().raise_at(rank=-1, step=0)

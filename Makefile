@@ -1,0 +1,51 @@
+# Everything a machine with Python, and nothing else, needs: `make run` trains, `make test` proves.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+STRATEGY ?= ring_ddp
+CONFIG ?= configs/gpt_tiny.yaml
+
+.PHONY: help setup run test slow lint types check fix bench clean
+
+help: ## Shows this list.
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
+
+setup: $(INSTALLED) ## Makes a virtual environment in .venv and installs the project into it.
+
+$(INSTALLED): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+run: $(INSTALLED) ## Trains CONFIG (a GPT on real text, 2 processes) under STRATEGY (ring_ddp).
+	$(BIN)/stratagem fit --config $(CONFIG) --config configs/strategy/$(STRATEGY).yaml
+
+test: $(INSTALLED) ## Runs the tests.
+	$(BIN)/python -m pytest
+
+slow: $(INSTALLED) ## Runs only the tests that start cold processes.
+	$(BIN)/python -m pytest -m slow
+
+lint: $(INSTALLED) ## Style, and that imports point down only.
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+
+types: $(INSTALLED) ## mypy, strict. The link is there because type checkers do not run the editable install's import hook.
+	@mkdir -p .typing && ln -sfn ../src .typing/stratagem
+	$(BIN)/mypy
+
+check: lint types test ## All of it: what has to pass before a change lands.
+
+fix: $(INSTALLED) ## Formats, and mends what can be mended by itself.
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(INSTALLED) ## Ratios against the peers, in one run: collectives, then training.
+	$(BIN)/python examples/bench_collectives.py
+	$(BIN)/python examples/bench_training.py
+
+clean: ## Removes what was built; leaves runs and the virtual environment.
+	rm -rf build dist .typing .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

@@ -41,6 +41,8 @@ class OptimizerSettings:
     def __post_init__(self) -> None:
         if self.name not in ("adamw", "sgd"):
             raise ConfigError(f"{self.name!r} is no optimizer", where="optimizer.name", allowed="adamw, sgd")
+        if self.schedule not in ("constant", "cosine"):
+            raise ConfigError(f"{self.schedule!r}", where="optimizer.schedule", allowed="constant, cosine")
         if self.lr < 0 or self.weight_decay < 0 or self.warmup_steps < 0:
             raise ConfigError("a negative number", where="optimizer", allowed="lr, weight_decay, warmup_steps from 0")
         if not 0.0 <= self.min_lr_ratio <= 1.0:
@@ -52,13 +54,19 @@ class OptimizerSettings:
         return self.warmup_steps > 0 or self.schedule != "constant"
 
     def build(self, module: nn.Module) -> Optimizer:
-        """The optimizer of a module's trainable parameters: a group with weight decay and one without."""
+        """The optimizer of a module's trainable parameters: a group with weight decay and one without.
+
+        Raises:
+            ConfigError: there are none.
+        """
         trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
         groups = [
             {"params": [p for p in trained if p.ndim >= 2], "weight_decay": self.weight_decay},
             {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
+        if not groups:
+            raise ConfigError("the model has no parameter that is trained", where="model", do="unfreeze some of it")
         if self.name == "sgd":
             return SGD(groups, lr=self.lr, momentum=self.momentum)
         return AdamW(groups, lr=self.lr, betas=self.betas)

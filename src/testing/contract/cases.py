@@ -14,7 +14,7 @@ from typing import Any, final
 
 import torch
 from lightning.pytorch import LightningModule
-from lightning.pytorch.demos import LightningTransformer
+from lightning.pytorch.demos import LightningTransformer, Transformer
 from lightning.pytorch.demos.boring_classes import BoringModel, ManualOptimBoringModel
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
@@ -172,7 +172,9 @@ def llama() -> LightningModule:
 def gpt2() -> LightningModule:
     """A small GPT-2 of Transformers, without dropout; its head is tied."""
     quiet = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    return CausalLM(transformers_lm("GPT2Config", {"vocab_size": 32, "n_embd": 16, "n_layer": 2, "n_head": 4, **quiet}), _SGD)
+    sizes = {"vocab_size": 32, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 4}
+    special = {"bos_token_id": 0, "eos_token_id": 0}
+    return CausalLM(transformers_lm("GPT2Config", {**sizes, **special, **quiet}), _SGD)
 
 
 def classifier() -> LightningModule:
@@ -186,10 +188,11 @@ def averaged_normalised() -> LightningModule:
 
 
 class DemoTransformer(LightningTransformer):
-    """Lightning's demo without its download and without dropout, which no two processes would draw alike."""
+    """Lightning's demo: small, without its download, and without dropout, which no two processes would draw alike."""
 
     def __init__(self) -> None:
         super().__init__(vocab_size=32)
+        self.model = Transformer(vocab_size=32, ninp=16, nhid=24, nlayers=1)
         for part in self.modules():
             if isinstance(part, nn.Dropout):
                 part.p = 0.0

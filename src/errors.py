@@ -66,5 +66,36 @@ class CommunicationError(RuntimeError):
     """A peer died, hung or spoke out of turn; the message names the axis, the operation and the rank."""
 
 
+class RankError(RuntimeError):
+    """A rank failed, and with it the run; raised by the process that started the ranks.
+
+    Args:
+        rank: the rank that failed first, of `num_ranks`.
+        num_ranks: how many there were.
+        summary: the cause in one line.
+        details: that rank's own traceback, or the stack in which it hung.
+        exitcode: its exit code, or minus the signal that ended it; None if it raised or hung.
+
+    Example:
+        >>> raise RankError(1, 4, "killed by SIGKILL (out of memory?)", exitcode=-9)
+        Traceback (most recent call last):
+        ...
+        stratagem.errors.RankError: rank 1 of 4: killed by SIGKILL (out of memory?)
+    """
+
+    def __init__(
+        self, rank: int, num_ranks: int, summary: str, details: str = "", *, exitcode: int | None = None
+    ) -> None:
+        text = f"rank {rank} of {num_ranks}: {summary}"
+        super().__init__(f"{text}\n\n{details.rstrip()}" if details.strip() else text)
+        self.rank, self.num_ranks, self.summary, self.details, self.exitcode = (
+            rank,
+            num_ranks,
+            summary,
+            details,
+            exitcode,
+        )
+
+
 def _rebuild(cls: type[UserError], what: str, where: str, allowed: str, do: str) -> UserError:
     return cls(what, where=where, allowed=allowed, do=do)

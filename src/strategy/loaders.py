@@ -3,35 +3,32 @@
 
 Lightning gives a distributed run its own sampler, which shuffles training data even where the loader does not, orders a
 shuffled epoch differently for every number of ranks, repeats samples in validation, and cannot resume within an epoch.
-`LoaderOrder` takes its place for the time of one run: it rebuilds each loader around an `OrderedBatchSampler`.
+`LoaderOrder` takes its place for the time of one run: it puts into each loader an `OrderedBatchSampler`.
 
 Left alone, as Lightning leaves them: loaders whose sampler is a `DistributedSampler`, iterable datasets, objects that
 are no torch DataLoader, and everything under `Trainer(use_distributed_sampler=False)`.
 
 Note [private parts of Lightning]: the only hook that knows which stage a loader is for is
-`_DataConnector._prepare_dataloader`; it is replaced on the one instance and put back in teardown. Rebuilding a user's
-DataLoader subclass goes through Lightning's own record of its constructor's arguments.
+`_DataConnector._prepare_dataloader`; it is replaced on the one instance and put back in teardown.
 """
 
 from __future__ import annotations
 
+import copy
 import os
 from functools import partial
 from typing import Any, final
 from weakref import WeakSet
 
-from lightning.fabric.utilities.data import _reinstantiate_wrapped_cls, has_iterable_dataset
+from lightning.fabric.utilities.data import has_iterable_dataset
 from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage
-from lightning.pytorch.utilities.data import _get_dataloader_init_args_and_kwargs
-from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from stratagem.data.sampler import Mode, OrderedBatchSampler, ordered_batch_sampler
-from stratagem.errors import DataError
 
 
 @final
@@ -81,7 +78,7 @@ class LoaderOrder:
             evaluate=mode != RunningStage.TRAINING,
             **self._place,
         )
-        ordered = _rebuild(dataloader, sampler, mode)
+        ordered = _around(dataloader, sampler, mode)
         if mode == RunningStage.TRAINING:
             self._training.add(sampler)
             self._make_stateful(ordered, sampler)
@@ -99,17 +96,12 @@ class LoaderOrder:
         return sampler.state_dict()
 
 
-def _rebuild(loader: DataLoader[Any], sampler: OrderedBatchSampler, mode: RunningStage) -> DataLoader[Any]:
-    """The same loader around another batch sampler."""
-    try:
-        args, kwargs = _get_dataloader_init_args_and_kwargs(loader, loader.sampler, None)
-        named = dict(zip(getattr(loader, "__pl_saved_arg_names", ()), args, strict=False))
-        kwargs = {**named, **kwargs, "sampler": None, "shuffle": False, "batch_size": 1, "drop_last": False}
-        batches = _IndexBatchSamplerWrapper(sampler) if mode == RunningStage.PREDICTING else sampler
-        return _reinstantiate_wrapped_cls(loader, **{**kwargs, "batch_sampler": batches})
-    except (TypeError, MisconfigurationException) as error:
-        raise DataError(
-            f"{type(loader).__name__} cannot be rebuilt around the ordered sampler ({error})",
-            where="the training data",
-            do="let its constructor hand **kwargs on to DataLoader, or set trainer.use_distributed_sampler: false",
-        ) from error
+def _around(loader: DataLoader[Any], sampler: OrderedBatchSampler, mode: RunningStage) -> DataLoader[Any]:
+    """The same loader around another batch sampler, whatever its class and its constructor's arguments.
+
+    torch forbids setting these attributes, since an iterator may be under way; a fresh copy has none.
+    """
+    ordered = copy.copy(loader)
+    batches = _IndexBatchSamplerWrapper(sampler) if mode == RunningStage.PREDICTING else sampler
+    vars(ordered).update(batch_sampler=batches, sampler=sampler, batch_size=None, drop_last=False, _iterator=None)
+    return ordered

@@ -168,6 +168,15 @@ class DataTechnique(Technique):
         """Where a tensor of an optimizer's `param_groups` lives; None for one that is not of the module. Local."""
         return self.context.placements.get(self.names.get(id(parameter), ""))
 
+    def norm_parts(self, tensors: Iterable[Tensor]) -> list[tuple[Placement, Tensor]]:
+        """The gradients of an optimizer's tensors, placed, for `global_norm`. Local.
+
+        Every rank must find the same sets of shard axes among them, or the ranks would not meet in the norm: a technique
+        that leaves a rank without any gradient adds a zero.
+        """
+        found = [(self.placement_of(t) or Placement("", tuple(t.shape)), t.grad) for t in tensors]
+        return [(placement, gradient) for placement, gradient in found if gradient is not None]
+
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The optimizer's state as one process would have it, whole, on rank 0 at least. All ranks call it."""
         return optimizer.state_dict()
@@ -191,6 +200,47 @@ class DataTechnique(Technique):
     @abstractmethod
     def held_bytes(self) -> Mapping[str, int]:
         """The formula: bytes this rank holds, by kind (`parameters`, `gradients`), without the optimizer's state."""
+
+
+@final
+class ChangedBuffers:
+    """Tells which modules' buffers changed since they were last sent, so that constant ones (rotary tables) never are.
+
+    A module's buffers go together: batch norm's kernel writes its running statistics without counting a version, but the
+    module counts its batches.
+
+    Args:
+        module: with all modules below it.
+
+    Example:
+        >>> norm = nn.BatchNorm1d(2)
+        >>> watch = ChangedBuffers(norm)
+        >>> watch.changed()
+        [False]
+        >>> _ = norm(torch.randn(3, 2))
+        >>> watch.changed()
+        [True]
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._owners = [m for m in module.modules() if m._buffers]
+        self._marks = self._mark()
+
+    def changed(self) -> list[bool]:
+        """Per module with buffers, in the same order on every rank: another tensor, or another version of it. Local."""
+        return [now != before for now, before in zip(self._mark(), self._marks, strict=True)]
+
+    def select(self, wanted: Sequence[bool]) -> list[Tensor]:
+        """The buffers of the modules that `wanted`, one answer per entry of `changed`, names. Local."""
+        pairs = zip(self._owners, wanted, strict=True)
+        return unique(b for owner, is_wanted in pairs if is_wanted for b in owner._buffers.values() if b is not None)
+
+    def settle(self) -> None:
+        """From here on, changes count from now. Local."""
+        self._marks = self._mark()
+
+    def _mark(self) -> list[list[tuple[int, int]]]:
+        return [[(id(b), b._version) for b in owner._buffers.values() if b is not None] for owner in self._owners]
 
 
 def unique(tensors: Iterable[_T]) -> list[_T]:

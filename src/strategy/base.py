@@ -285,12 +285,12 @@ class MeshStrategy(ParallelStrategy, ABC):
         assert self.context is not None
         context, plugin, data = self.context, self.precision_plugin, self._data
 
-        def placed(parameter: Tensor) -> Placement:
-            found = data.placement_of(parameter) if data is not None else None
-            return found or Placement("", tuple(parameter.shape))
-
         def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            parts = [(placed(p), p.grad) for p in plugin.main_params(optimizer) if p.grad is not None]
+            tensors = list(plugin.main_params(optimizer))
+            if data is not None:
+                parts = data.norm_parts(tensors)
+            else:
+                parts = [(Placement("", tuple(p.shape)), p.grad) for p in tensors if p.grad is not None]
             clip_by_norm([gradient for _, gradient in parts], global_norm(parts, context.reduce), clip_val)
 
         plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]

@@ -37,11 +37,11 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from stratagem.buckets import BucketLayout, Slot, pack
 from stratagem.collectives import Communicator, Op, Wire, Worker
 from stratagem.collectives.wire import wire_format
 from stratagem.errors import ConfigError
-from stratagem.plugins.ring_ddp.buckets import BucketLayout, Slot, pack
-from stratagem.technique import Context, DataTechnique, check_same_structure, state_placements, unique
+from stratagem.technique import ChangedBuffers, Context, DataTechnique, check_same_structure, state_placements, unique
 
 
 @dataclass(frozen=True)  # not @final: jsonargparse takes no default value of a final class
@@ -132,8 +132,7 @@ class RingDDP(DataTechnique):
         with torch.no_grad():
             self._comm.broadcast_tensors([*unique(module.parameters()), *unique(module.buffers())])
         self._worker = Worker(name=f"ring-{self._comm.axis}")
-        self._owners = [m for m in module.modules() if m._buffers]
-        self._buffer_marks = self._mark_buffers()
+        self._buffers = ChangedBuffers(module)
         self._hook_new_parameters()
 
     # -- hooks and layout ------------------------------------------------------------------------------------------
@@ -299,7 +298,7 @@ class RingDDP(DataTechnique):
         if self.settings.unused_parameters == "detect":
             flags += [parameter.grad is not None for parameter in self._parameters]
         if self.settings.broadcast_buffers:
-            flags += [now != before for now, before in zip(self._mark_buffers(), self._buffer_marks, strict=True)]
+            flags += self._buffers.changed()
         return torch.tensor(flags, dtype=torch.int32, device=self._device) if flags else None
 
     def _settle(self, flags: Tensor) -> None:
@@ -311,20 +310,10 @@ class RingDDP(DataTechnique):
                 if is_used and self._parameters[index].grad is None:
                     self._parameters[index].grad = self._views[index]
         if any(anywhere):
-            pairs = zip(self._owners, anywhere, strict=True)
-            changed = [b for owner, moved in pairs if moved for b in owner._buffers.values() if b is not None]
             assert self._worker is not None
             with torch.no_grad():
-                self._worker.submit(self._comm.broadcast_tensors, unique(changed)).result()
-            self._buffer_marks = self._mark_buffers()
-
-    def _mark_buffers(self) -> list[list[tuple[int, int]]]:
-        """What tells that a module's buffers changed: another tensor, or another version of the same one.
-
-        A module's buffers go together: batch norm's kernel writes its running statistics without counting a version,
-        but the module counts its batches.
-        """
-        return [[(id(b), b._version) for b in owner._buffers.values() if b is not None] for owner in self._owners]
+                self._worker.submit(self._comm.broadcast_tensors, self._buffers.select(anywhere)).result()
+            self._buffers.settle()
 
     @override
     @contextmanager

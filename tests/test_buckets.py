@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from stratagem.plugins.ring_ddp.buckets import pack
+from stratagem.buckets import pack
 
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 parameters = st.lists(st.tuples(st.integers(0, 40), dtypes), max_size=12).map(

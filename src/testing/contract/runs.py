@@ -36,6 +36,8 @@ from stratagem.testing.contract.subject import Build, Precision, Subject, build_
 from stratagem.testing.ranks import RanksFailed, run_ranks
 from stratagem.testing.replicas import _digests
 
+_AS_USUAL = Build()
+
 EPOCHS = 2
 """Every run crosses an epoch's end, and what an uneven last batch did shows in the steps after it."""
 
@@ -158,7 +160,6 @@ def fit(subject: Subject | None, case: Case, run: Run, *callbacks: Callback, **o
         callbacks: more of them.
         options: for the Trainer.
     """
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # what hardware there is, at every run
     seed_everything(1, verbose=False)
     module, record = case.module(), Recorder()
     trainer = make_trainer(subject, run, *callbacks, record, **options)
@@ -167,8 +168,11 @@ def fit(subject: Subject | None, case: Case, run: Run, *callbacks: Callback, **o
     return record.record
 
 
-def make_trainer(subject: Subject | None, run: Run, *callbacks: Callback, **options: Any) -> Trainer:
+def make_trainer(
+    subject: Subject | None, run: Run, *callbacks: Callback, build: Build = _AS_USUAL, **options: Any
+) -> Trainer:
     """A Trainer for this rank, quiet and without files unless told otherwise. Local."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # what hardware there is, at every run
     defaults: dict[str, Any] = {
         "logger": False,
         "enable_checkpointing": False,
@@ -178,7 +182,7 @@ def make_trainer(subject: Subject | None, run: Run, *callbacks: Callback, **opti
         "num_sanity_val_steps": 0,
     }
     single = subject is None
-    strategy = SingleDeviceStrategy("cpu") if subject is None else build_strategy(subject)
+    strategy = SingleDeviceStrategy("cpu") if subject is None else build_strategy(subject, build)
     return Trainer(
         **{**defaults, **options},
         accelerator="cpu",

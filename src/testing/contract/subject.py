@@ -74,7 +74,6 @@ class Subject:
         bounded_hang: `set_timeout` bounds the wait for a rank that hangs.
         precisions: those that train.
         replicated: what all ranks of the data axes hold bit-equal; a sharded optimizer leaves out `optimizer`.
-        ring: each rank sends its gradients to its right neighbour only.
         tolerance: relative, in float64; never above 1e-10 without a reason.
     """
 
@@ -92,13 +91,12 @@ class Subject:
     bounded_hang: Capability = True
     precisions: tuple[Precision, ...] = ("32-true", "bf16-mixed", "bf16-true", "64-true")
     replicated: tuple[str, ...] = ("parameters", "buffers", "optimizer")
-    ring: bool = True
     tolerance: float = 1e-10
 
     def __post_init__(self) -> None:
         for item in dataclasses.fields(self):
             value = getattr(self, item.name)
-            if value is False and item.name != "ring":
+            if value is False:
                 raise ValueError(f"{item.name} = False says nothing. Allowed: True, Refuses(why), Lacks(why).")
 
     @property

@@ -33,8 +33,7 @@ class Preflight(Protocol):
         """Look at the arguments that a run file gives to this class, cheaply and without building anything.
 
         Args:
-            init_args: as written; arguments left at their defaults are absent, values may be text that still has to be
-                converted (`"1e-3"`).
+            init_args: those that are written, converted to their types; a nested class is a mapping with `class_path`.
 
         Returns:
             One error per fault, its `where` the argument at fault (`path` or `data.path`); an empty list if there is

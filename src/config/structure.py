@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, final
 
-from jsonargparse import ArgumentError, ArgumentParser
+from jsonargparse import ArgumentError, ArgumentParser, Namespace
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LightningCLI, LRSchedulerTypeTuple
 from lightning.pytorch.loggers import Logger
@@ -38,7 +38,7 @@ _SHOWN_IN_FULL = 16
 @final
 @dataclass(frozen=True)
 class ClassNode:
-    """One class (or function that builds an object) that the run names: key path, class, arguments written for it."""
+    """One class, or function that builds an object, that the run names; and its written arguments, converted."""
 
     path: KeyPath
     cls: Any
@@ -162,8 +162,8 @@ def _install(module: str, class_path: str) -> str:
 def _check_value(structure: Structure, parser: ArgumentParser, path: KeyPath, value: Any) -> None:
     base = _BASES.get(path)
     before = len(structure.errors)
-    if path == ("trainer", "strategy") and isinstance(value, str):
-        return  # a name: looked up where names are
+    if path == ("trainer", "devices") or (path == ("trainer", "strategy") and isinstance(value, str)):
+        return  # numbers and names whose meaning is checked, which is stricter
     if path[0] in ("model", "data") and isinstance(value, str):
         value = {"class_path": value}
     _open_classes(structure, path, value, base)
@@ -206,7 +206,7 @@ def _open_class(structure: Structure, path: KeyPath, node: dict[str, Any], base:
     if not (inspect.isclass(cls) or inspect.isfunction(cls)):
         return  # a bare name that jsonargparse may know: its check comes last
     node["class_path"] = f"{cls.__module__}.{cls.__qualname__}" if "." not in name else name
-    known = _parameters(cls)
+    known, converted = _parameters(cls), {}
     for key in list(arguments):
         here = (*path, "init_args", key)
         if known is not None and key not in known:
@@ -220,9 +220,10 @@ def _open_class(structure: Structure, path: KeyPath, node: dict[str, Any], base:
         if known is not None and len(structure.errors) == inner_before:
             one = ArgumentParser(exit_on_error=False)
             _add_arguments(one, cls, known - {key})
-            _narrow(structure, one, (*path, "init_args", key), arguments[key], root=len(path) + 1)
+            parsed = _narrow(structure, one, (*path, "init_args", key), arguments[key], root=len(path) + 1)
+            converted[key] = parsed.as_dict()[key] if parsed is not None else arguments[key]
     if len(structure.errors) == before:
-        structure.classes.append(ClassNode(path, cls, arguments))
+        structure.classes.append(ClassNode(path, cls, converted))
 
 
 def _narrow(
@@ -233,31 +234,36 @@ def _narrow(
     *,
     root: int = 0,
     blamed: Iterable[KeyPath] = (),
-) -> None:
+) -> Namespace | None:
     """Parse one value; on an error remember it, take the key at fault away, and parse the rest again.
 
     Args:
         root: how many leading keys of `path` the parser does not know.
         blamed: keys that were at fault before, and whose absence is therefore no news.
+
+    Returns:
+        What the parser made of the value if it was without fault at once, else None.
     """
-    blamed = list(blamed)
+    blamed, shorter = list(blamed), None
     while True:
         nested = value
         for key in reversed(path[root:]):
             nested = {key: nested}
         try:
-            parser.parse_object(nested)
-            return
+            parsed = parser.parse_object(nested)
+            return parsed if shorter is None else None
         except ArgumentError as error:
             fault = understand(str(error))
         except Exception as error:  # a default or a type that jsonargparse cannot digest is not the user's fault
             structure.fault(path, f"{type(error).__name__}: {error}".split("\n")[0])
-            return
+            return None
         if fault.missing:
             absent = [key for key in fault.missing if not _explained(key, blamed)]
-            if absent:
+            if absent and not isinstance(value, dict):
+                structure.fault(path, f"got {value!r}", allowed=f"keys with values, {absent[0]} among them")
+            elif absent:
                 structure.fault(path, f"required and absent: {', '.join(absent)}")
-            return
+            return None
         here = _locate(value, path, path[:root], fault.keys)
         if here == path or fault.unknown is False:
             structure.fault(here, fault.what, allowed=fault.allowed)
@@ -268,7 +274,7 @@ def _narrow(
         blamed.append(here)
         shorter = _without(value, path, [here])
         if here == path or shorter == value:
-            return
+            return None
         value = shorter
 
 
@@ -288,8 +294,8 @@ def _locate(value: Any, path: KeyPath, root: KeyPath, keys: tuple[str, ...]) -> 
 
 
 def _explained(key: str, blamed: Iterable[KeyPath]) -> bool:
-    last = key.rpartition(".")[2]
-    return any(last == path[-1] or near(path[-1], [last]) for path in blamed)
+    parts = key.split(".")
+    return any(path[-1] in parts or near(path[-1], parts[-1:]) for path in blamed)
 
 
 def _places(structure: Structure, since: int) -> list[str]:
@@ -323,10 +329,10 @@ def _parameters(cls: Any) -> set[str] | None:
         return None
 
 
-def _add_arguments(parser: ArgumentParser, cls: Any, skip: set[str]) -> list[str]:
+def _add_arguments(parser: ArgumentParser, cls: Any, skip: Iterable[str]) -> list[str]:
     """Add the parameters of a class, or of a function that builds the object, all but some."""
     add = parser.add_class_arguments if inspect.isclass(cls) else parser.add_function_arguments
-    return add(cls, None, fail_untyped=False, sub_configs=True, skip=skip)
+    return add(cls, None, fail_untyped=False, sub_configs=True, skip=set[str | int](skip))
 
 
 def _fields(owner: str, parser: ArgumentParser, path: KeyPath, root: int) -> set[str]:

@@ -3,11 +3,13 @@
 
 from __future__ import annotations
 
-from typing import final
+from collections.abc import Mapping
+from typing import Any, final
 
 from typing_extensions import override
 
 from stratagem.data import TextFiles, TokenDataset, Tokenizer, load_tokenizer
+from stratagem.errors import UserError
 from stratagem.models.data_module import OrderedDataModule
 
 
@@ -51,6 +53,24 @@ class TextData(OrderedDataModule):
         self.max_bytes = max_bytes
         self._tokenizer: Tokenizer | None = None
         self._split: tuple[TokenDataset, TokenDataset] | None = None
+
+    @classmethod
+    def preflight(cls, init_args: Mapping[str, Any]) -> list[UserError]:
+        """Whether the text is there, is text and is enough, seen before any process starts.
+
+        Reads the first mebibyte; all of the text only where that much does not do.
+        """
+        full = dict(init_args)
+        limit = full.get("max_bytes", 4_000_000)
+        problems: list[UserError] = []
+        for max_bytes in dict.fromkeys((min(limit or 2**20, 2**20), limit)):
+            try:
+                cls(**{**full, "max_bytes": max_bytes}).setup()
+            except UserError as error:
+                problems = [error]
+            else:
+                return []
+        return problems
 
     @property
     def tokenizer(self) -> Tokenizer:

@@ -7,6 +7,8 @@ INSTALLED := $(VENV)/.installed
 STRATEGY ?= ring_ddp
 CONFIG ?= configs/gpt_tiny.yaml
 
+.DEFAULT_GOAL := help
+
 .PHONY: help setup run test slow lint types check fix bench clean
 
 help: ## Shows this list.

@@ -3,8 +3,9 @@
 
 from __future__ import annotations
 
+from stratagem.testing.contract.fingerprint import FingerprintContract
 from stratagem.testing.contract.parity import ParityContract
 
 
-class StrategyContract(ParityContract):
+class StrategyContract(ParityContract, FingerprintContract):
     """The contract; subclass it in a test module and name your strategy."""

@@ -8,7 +8,6 @@ received into, the tensor itself.
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -44,8 +43,8 @@ class P2PLink(Link):
         ranks: tuple[int, ...],
         index: int,
         *,
-        max_bytes: int = 1 << 20,
-        window: int = 4,
+        max_bytes: int = 4 << 20,
+        window: int = 3,
     ) -> None:
         self.window, self.max_bytes = window, max_bytes
         self._group = group
@@ -111,12 +110,7 @@ class P2PLink(Link):
     @override
     def abort(self) -> None:
         self._aborted = True
-        # A Gloo receive that times out closes all connections of its group; that wakes every waiter, here and there.
-        with contextlib.suppress(RuntimeError):
-            unwanted = torch.empty(1, dtype=torch.uint8)
-            work = dist.irecv(unwanted, group=self._group, group_src=self._peers[_LEFT], tag=_ABORT_TAG)
-            assert work is not None
-            work.wait(timedelta(milliseconds=1))
+        self._close_connections()
 
     @override
     def close(self) -> None:
@@ -153,11 +147,31 @@ class P2PLink(Link):
         except RuntimeError as error:
             raise self._fault(side, error, waited=time.monotonic() - start) from error
 
+    def _close_connections(self) -> list[int]:
+        """Wake every waiter, here and at the neighbours; return the sides whose neighbour had gone before.
+
+        A Gloo receive that times out closes all connections of its group, and there is no other way to do it. One
+        from a neighbour that has gone fails at once and closes nothing, hence both sides.
+        """
+        gone = []
+        for side in (_LEFT, _RIGHT):
+            try:
+                unwanted = torch.empty(1, dtype=torch.uint8)
+                work = dist.irecv(unwanted, group=self._group, group_src=self._peers[side], tag=_ABORT_TAG)
+                assert work is not None
+                work.wait(timedelta(milliseconds=1))
+            except RuntimeError as error:
+                if "by peer" in str(error):  # it closed, or the kernel reset, the connection
+                    gone.append(side)
+        return gone
+
     def _fault(self, side: int, error: RuntimeError, *, waited: float) -> LinkFault:
         if self._aborted:
             return LinkFault("aborted by this process")
+        gone = self._close_connections()
         name, text = self._names[side], str(error).split("] ", 1)[-1].split(". ", 1)[0]
         if "timed out" in text.lower():
             direction = "a message from" if side == _LEFT else "room at"
             return LinkFault(f"waited {waited:.1f} s for {direction} rank {name}, which is alive but silent ({text})")
-        return LinkFault(f"lost rank {name} ({text})")
+        others = {self._names[each] for each in gone} - {name}
+        return LinkFault(f"lost rank {name} ({text})" + "".join(f", and rank {each} has gone, too" for each in others))

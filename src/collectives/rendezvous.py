@@ -46,7 +46,7 @@ def connect(
     *,
     timeout: timedelta,
     window: int = 4,
-    max_bytes: int = 1 << 18,
+    max_bytes: int = 1 << 19,
 ) -> SharedMemoryLink | str:
     """Link this rank with its neighbours in the ring, or return the reason why not all ranks can.
 
@@ -67,7 +67,7 @@ def connect(
         if not troubles and len({c.host for c in cards}) > 1:
             troubles = ["the ranks run on different hosts"]
         if troubles:
-            return troubles[0]
+            return "; ".join(troubles)
         assert listener is not None
         link, trouble = None, ""
         left_rank, right_rank = ranks[index - 1], ranks[(index + 1) % len(ranks)]
@@ -82,9 +82,10 @@ def connect(
             )
         except (OSError, ValueError) as error:
             trouble = f"rank {ranks[index]}: {error}"
+            undo.close()  # now, so that the neighbours do not wait for us
         troubles = [text for text in _exchange(group, trouble) if text]
         if troubles or link is None:
-            return troubles[0]
+            return "; ".join(troubles)
         undo.pop_all()
         return link
 

@@ -169,7 +169,7 @@ class NarrowFormat(WireFormat):
 
     @abstractmethod
     def encode(self, wide: Tensor, out: Tensor) -> None:
-        """Write `wide` to the message `out`. May overwrite `wide`."""
+        """Write `wide` to the message `out`. May use the scratch (where `wide` may already lie)."""
 
     @abstractmethod
     def decode(self, got: Tensor, wide: Tensor) -> None:
@@ -178,28 +178,30 @@ class NarrowFormat(WireFormat):
     @final
     @override
     def contribute(self, mine: Tensor, out: Tensor) -> None:
-        wide = self._wide_like(mine)
-        if mine.dtype is self._wide and self.scale != 1:
-            torch.mul(mine, self.scale, out=wide)
-        else:
-            wide.copy_(mine).mul_(self.scale)
-        self.encode(wide, out)
+        wide = self._widened(mine)
+        self.encode(wide if self.scale == 1 else torch.mul(wide, self.scale, out=self._scratch_like(mine)), out)
 
     @final
     @override
     def add_to_message(self, got: Tensor, mine: Tensor, out: Tensor) -> None:
-        self.encode(self._sum(got, mine), out)
+        wide = self._scratch_like(mine)
+        self.decode(got, wide)
+        self.encode(wide.add_(mine, alpha=self.scale), out)
 
     @final
     @override
     def add_to_mine(self, got: Tensor, mine: Tensor) -> None:
-        mine.copy_(self._sum(got, mine))
+        wide = self._scratch_like(mine)
+        self.decode(got, wide)
+        if mine.dtype is self._wide:
+            torch.add(wide, mine, alpha=self.scale, out=mine)
+        else:
+            mine.copy_(wide.add_(mine, alpha=self.scale))
 
     @final
     @override
     def publish(self, mine: Tensor, out: Tensor) -> None:
-        wide = self._wide_like(mine).copy_(mine)
-        self.encode(wide, out)
+        self.encode(self._widened(mine), out)
         self.keep(out, mine)
 
     @final
@@ -208,16 +210,14 @@ class NarrowFormat(WireFormat):
         if mine.dtype is self._wide:
             self.decode(got, mine)
         else:
-            wide = self._wide_like(mine)
+            wide = self._scratch_like(mine)
             self.decode(got, wide)
             mine.copy_(wide)
 
-    def _sum(self, got: Tensor, mine: Tensor) -> Tensor:
-        wide = self._wide_like(mine)
-        self.decode(got, wide)
-        return wide.add_(mine if mine.dtype is self._wide else mine.to(self._wide), alpha=self.scale)
+    def _widened(self, mine: Tensor) -> Tensor:
+        return mine if mine.dtype is self._wide else self._scratch_like(mine).copy_(mine)
 
-    def _wide_like(self, mine: Tensor) -> Tensor:
+    def _scratch_like(self, mine: Tensor) -> Tensor:
         if self._scratch.numel() < mine.numel():
             self._scratch = torch.empty(mine.numel(), dtype=self._wide)
         return self._scratch[: mine.numel()]
@@ -262,20 +262,24 @@ class BlockFormat(NarrowFormat):
 
     @override
     def encode(self, wide: Tensor, out: Tensor) -> None:
-        for values, scales, codes in self._blocks(wide, out):
-            largest = torch.linalg.vector_norm(values, math.inf, dim=1, keepdim=True)
+        quotients = self._scratch_like(wide)
+        for values, scales, codes, quotient in self._blocks(wide, out, quotients):
+            largest = torch.maximum(values.amax(1, keepdim=True), values.amin(1, keepdim=True).neg_())
             # The floor keeps a block of zeros from 0/0; a NaN passes through it and spoils the block, as it should.
             scales.copy_(largest.div_(127).clamp_min_(torch.finfo(torch.float32).tiny))
-            codes.copy_(values.div_(scales).round_())
+            codes.copy_(torch.div(values, scales, out=quotient).round_())
 
     @override
     def decode(self, got: Tensor, wide: Tensor) -> None:
-        for values, scales, codes in self._blocks(wide, got):
-            torch.mul(codes, scales, out=values)
+        for values, scales, codes, _ in self._blocks(wide, got, wide):
+            values.copy_(codes).mul_(scales)
 
     @staticmethod
-    def _blocks(wide: Tensor, message: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
-        """Views `[blocks, BLOCK]` of the values, `[blocks, 1]` of the scales, `[blocks, BLOCK]` of the codes."""
+    def _blocks(wide: Tensor, message: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+        """Views `[blocks, BLOCK]` of `wide`, `[blocks, 1]` of the scales, `[blocks, BLOCK]` of the codes and `other`.
+
+        Two of each, where the last block is short.
+        """
         numel = wide.numel()
         num_scales = -(-numel // BLOCK)
         scales = message[: 4 * num_scales].view(torch.float32).unsqueeze(1)
@@ -283,9 +287,11 @@ class BlockFormat(NarrowFormat):
         whole = numel // BLOCK * BLOCK
         blocks = []
         if whole:
-            blocks.append((wide[:whole].view(-1, BLOCK), scales[: whole // BLOCK], codes[:whole].view(-1, BLOCK)))
+            wides, others = wide[:whole].view(-1, BLOCK), other[:whole].view(-1, BLOCK)
+            blocks.append((wides, scales[: whole // BLOCK], codes[:whole].view(-1, BLOCK), others))
         if whole < numel:
-            blocks.append((wide[whole:].unsqueeze(0), scales[-1:], codes[whole:].unsqueeze(0)))
+            rest = slice(whole, numel)
+            blocks.append((wide[None, rest], scales[-1:], codes[None, rest], other[None, rest]))
         return blocks
 
 

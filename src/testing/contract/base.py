@@ -57,6 +57,14 @@ class ContractBase:
         return Gangs(pytestconfig.getini("ranks_preload"))
 
 
+def skip_if_lacking(subject: Subject, *needs: str) -> None:
+    """Skips the test, with the reason, if the subject lacks one of these capabilities."""
+    for name in needs:
+        claim = getattr(subject, name)
+        if isinstance(claim, Lacks):
+            pytest.skip(f"{subject.name} lacks {name}: {claim.why}")
+
+
 @contextmanager
 def unless_refused(subject: Subject, *needs: str) -> Iterator[None]:
     """Runs the block, which needs these capabilities: skipped if one is lacking, and it must be refused if one is refused.
@@ -65,11 +73,8 @@ def unless_refused(subject: Subject, *needs: str) -> Iterator[None]:
         subject: the strategy under test.
         needs: names of its capabilities.
     """
-    claims = {name: getattr(subject, name) for name in needs}
-    for name, claim in claims.items():
-        if isinstance(claim, Lacks):
-            pytest.skip(f"{subject.name} lacks {name}: {claim.why}")
-    refused = [name for name, claim in claims.items() if isinstance(claim, Refuses)]
+    skip_if_lacking(subject, *needs)
+    refused = [name for name in needs if isinstance(getattr(subject, name), Refuses)]
     if not refused:
         yield
         return

@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from stratagem.testing.contract.failure import FailureContract
 from stratagem.testing.contract.fingerprint import FingerprintContract
 from stratagem.testing.contract.parity import ParityContract
 
 
-class StrategyContract(ParityContract, FingerprintContract):
+class StrategyContract(ParityContract, FingerprintContract, FailureContract):
     """The contract; subclass it in a test module and name your strategy."""

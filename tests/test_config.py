@@ -315,6 +315,24 @@ def test_a_name_written_as_a_class_path_is_told_apart(tmp_path: Path) -> None:
     )
 
 
+def test_what_settings_refuse_when_they_are_built_is_told_before_the_run(tmp_path: Path) -> None:
+    text = """
+trainer: {strategy: ring_ddp}
+model:
+  class_path: stratagem.models.CausalLM
+  init_args:
+    model: {class_path: stratagem.models.GPT, init_args: {config: {hidden_size: 128}}}
+"""
+    words = ("--model.model.config.hidden_size=129", "--model.optimizer.lr=-1", "--trainer.strategy.ring.bucket_mib=-3")
+    found = errors(tmp_path, text, *words)
+    assert [error.split(":")[0] for error in found] == [
+        "trainer.strategy.init_args.ring.bucket_mib (command line)",
+        "model.init_args.model.init_args.config.hidden_size (command line)",
+        "model.init_args.optimizer (command line)",
+    ]
+    assert "heads of an even size" in found[1]
+
+
 def test_a_plugin_whose_extra_is_missing_is_found_before_the_run(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

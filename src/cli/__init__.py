@@ -68,9 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _dispatch(words)
     except SystemExit as done:  # argparse: help and version were printed, or the usage was
         return done.code if isinstance(done.code, int) else int(done.code is not None)
-    except BaseException as error:
-        if isinstance(error, KeyboardInterrupt):
-            raise
+    except Exception as error:
         return _report(error, " ".join(["stratagem", *(word for word in words[:1] if word in verbs())]), show_traceback)
 
 
@@ -111,7 +109,7 @@ def _dispatch(words: list[str]) -> int:
     return module.run(parser.parse_args(rest))
 
 
-def _report(error: BaseException, command: str, show_traceback: bool) -> int:
+def _report(error: Exception, command: str, show_traceback: bool) -> int:
     """Say what went wrong, on stderr and from one rank only; returns the exit code."""
     users_fault = isinstance(error, UserError | MisconfigurationException)
     if show_traceback or not isinstance(error, UserError | MisconfigurationException | CommunicationError):

@@ -8,6 +8,7 @@ keys and types, and builds the run.
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import Any, final
@@ -95,10 +96,14 @@ class RunCLI(LightningCLI):
         """
         try:
             super().instantiate_classes()
-        except UserError:
-            raise
         except Exception as error:  # constructors of the user's classes may raise anything
-            what = f"the run cannot be built: {type(error).__name__}: {error}"
+            causes: list[BaseException] = [error]
+            while (cause := causes[-1].__cause__) is not None:  # jsonargparse wraps what a constructor raises
+                causes.append(cause)
+            for cause in causes:
+                if isinstance(cause, UserError):
+                    raise cause from None
+            what = f"the run cannot be built: {type(causes[-1]).__name__}: {causes[-1]}"
             raise ConfigError(what, do="--traceback shows where it comes from") from error
 
 
@@ -111,7 +116,7 @@ class SavedConfig(SaveConfigCallback):
 
     def __init__(self, parser: LightningArgumentParser, config: Namespace) -> None:
         super().__init__(parser, config, overwrite=True)
-        self.text = parser.dump(config, skip_none=False)
+        self.text = parser.dump(config, skip_unset=False)
         del self.parser, self.config
 
     @override
@@ -127,18 +132,22 @@ class SavedConfig(SaveConfigCallback):
 
 
 def _with_class_path(words: list[str]) -> list[str]:
-    """Lets `--trainer.strategy NAME --trainer.strategy.OPTION VALUE` work for registered names.
+    """Lets a strategy be named in ways that jsonargparse takes for a plain string.
 
-    jsonargparse takes options for class paths only, so a registered name that is followed by options becomes its class
-    path; the class is imported by then, since the check has loaded it.
+    A registered name that is followed by `--trainer.strategy.OPTION`, the bare name of a class of ours, and a class
+    path without arguments all become a class entry; the check has imported the class by then.
     """
     nested = [index for index, word in enumerate(words) if word.startswith("--trainer.strategy.")]
-    if not nested:
-        return words
-    settings = config.read(words[: nested[0]])
-    trainer = settings.values.get("trainer")
+    end = nested[0] if nested else len(words)
+    trainer = config.read(words[:end]).values.get("trainer")
     strategy = trainer.get("strategy") if isinstance(trainer, dict) else None
-    entry = strategies().get(strategy) if isinstance(strategy, str) else None
-    if entry is None:
+    if not isinstance(strategy, str):
         return words
-    return [*words[: nested[0]], f"--trainer.strategy={entry.value.replace(':', '.')}", *words[nested[0] :]]
+    paths = {entry.value.rpartition(":")[2]: entry.value.replace(":", ".") for entry in strategies().values()}
+    if strategy in strategies() and nested:
+        path = strategies()[strategy].value.replace(":", ".")
+    elif strategy in paths or "." in strategy:
+        path = paths.get(strategy, strategy)
+    else:
+        return words
+    return [*words[:end], f"--trainer.strategy={json.dumps({'class_path': path})}", *words[end:]]

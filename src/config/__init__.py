@@ -82,7 +82,7 @@ def check(settings: Settings, verb: str) -> tuple[list[UserError], list[UserErro
     """
     found = structure.check(settings, verb)
     form = [*settings.problems, *found.errors]
-    found.errors = []
+    found.errors = found.refusals
     meaning.check(found)
     for node in found.classes:
         _preflight(found, node)

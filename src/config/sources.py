@@ -194,10 +194,7 @@ def _read_file(settings: Settings, text: str, at: KeyPath = ()) -> None:
 def _read_option(settings: Settings, option: str, text: str) -> None:
     append = option.endswith("+")
     path = tuple(option.removesuffix("+").split("."))
-    if path[0] in GROUPS and path[0] != "trainer" and len(path) > 1 and path[1] not in _CLASS_KEYS:
-        path = (path[0], "init_args", *path[1:])
-    elif path[:2] == ("trainer", "strategy") and len(path) > 2 and path[2] not in _CLASS_KEYS:
-        path = (*path[:2], "init_args", *path[2:])
+    path = _through_classes(settings.values, path)
     value = scalar(text)
     if append:
         here = settings.values
@@ -205,6 +202,19 @@ def _read_option(settings: Settings, option: str, text: str) -> None:
             here = here.get(key, {}) if isinstance(here, dict) else {}
         value = [*(here if isinstance(here, list) else []), *(value if isinstance(value, list) else [value])]
     settings.set(path, value, Origin())
+
+
+def _through_classes(values: Any, path: KeyPath) -> KeyPath:
+    """The key path with the `init_args` put in that an option may leave out."""
+    full: list[str] = []
+    for key in path:
+        one_class = (len(full) == 1 and full[0] in GROUPS[1:]) or full == ["trainer", "strategy"]
+        if key not in _CLASS_KEYS and (one_class or (isinstance(values, dict) and "class_path" in values)):
+            full.append("init_args")
+            values = values.get("init_args") if isinstance(values, dict) else None
+        full.append(key)
+        values = values.get(key) if isinstance(values, dict) else None
+    return tuple(full)
 
 
 _CLASS_KEYS = ("class_path", "init_args", "dict_kwargs", "help")

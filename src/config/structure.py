@@ -20,10 +20,11 @@ from lightning.pytorch.loggers import Logger
 from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
+from stratagem.config.classes import find_class
 from stratagem.config.messages import understand
 from stratagem.config.sources import KeyPath, Settings
 from stratagem.errors import ConfigError, UserError
-from stratagem.registry import extra_that_brings, near, strategies
+from stratagem.registry import near, strategies
 
 _BASES: dict[KeyPath, type] = {
     ("model",): LightningModule,
@@ -52,11 +53,13 @@ class Structure:
 
     Attributes:
         errors: every fault of keys, types and class paths.
+        refusals: what settings dataclasses refuse, though its keys and types are right.
         classes: the classes without a fault of their own, in the order of the run.
     """
 
     settings: Settings
     errors: list[UserError] = field(default_factory=list)
+    refusals: list[UserError] = field(default_factory=list)
     classes: list[ClassNode] = field(default_factory=list)
 
     def fault(self, path: KeyPath, what: str, *, allowed: str = "", do: str = "") -> None:
@@ -102,61 +105,6 @@ def check(settings: Settings, verb: str) -> Structure:
                 else:
                     _check_value(structure, parser, ("trainer", name), inner)
     return structure
-
-
-def find_class(name: str, base: type | None) -> Any:
-    """What a `class_path` names: a full import path, or the bare name of a class that is imported or registered.
-
-    Raises:
-        ConfigError: there is no such module or class, or its import fails; the message has no place yet.
-    """
-    if "." not in name:
-        return _short_name(name, base)
-    module_name, _, attribute = name.rpartition(".")
-    try:
-        module = importlib.import_module(module_name)
-        if hasattr(module, attribute):  # may import in its turn: packages may load their classes lazily
-            return getattr(module, attribute)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        if module_name == missing or module_name.startswith(f"{missing}."):
-            raise ConfigError(f"there is no module {missing}", do=_install(missing, name)) from error
-        raise ConfigError(
-            f"{name} needs the module {missing}, which is not installed", do=_install(missing, name)
-        ) from error
-    except Exception as error:  # whatever a stranger's module raises while it is imported
-        raise ConfigError(f"the import of {module_name} failed with {type(error).__name__}: {error}") from error
-    public = [key for key, value in vars(module).items() if inspect.isclass(value)]
-    close = near(attribute, [*public, *getattr(module, "__all__", ())])
-    hint = f" (did you mean {' or '.join(close)}?)" if close else ""
-    raise ConfigError(f"the module {module_name} has no class {attribute!r}{hint}")
-
-
-def _short_name(name: str, base: type | None) -> Any:
-    for entry in strategies().values() if base is Strategy else ():
-        if entry.value.rpartition(":")[2] == name:
-            return entry.load()
-        if entry.name == name:
-            full = entry.value.replace(":", ".")
-            raise ConfigError(
-                f"{name!r} is a registered name, not a class", do=f"write strategy: {name}, or class_path: {full}"
-            )
-    below = {cls.__name__: cls for cls in _subclasses(base)} if base else {}
-    if name in below or base is None:
-        return below.get(name)
-    close = near(name, below)
-    hint = f" (did you mean {' or '.join(close)}?)" if close else ""
-    raise ConfigError(
-        f"no {base.__name__} is called {name!r}{hint}", do="write its full import path, package.module.Class"
-    )
-
-
-def _install(module: str, class_path: str) -> str:
-    top = class_path.partition(".")[0]
-    extra = extra_that_brings(module, distribution="stratagem")
-    if extra:
-        return f"pip install 'stratagem[{extra}]'"
-    return "check the spelling" if module.partition(".")[0] == top else f"pip install {module.partition('.')[0]}"
 
 
 def _check_value(structure: Structure, parser: ArgumentParser, path: KeyPath, value: Any) -> None:
@@ -221,9 +169,32 @@ def _open_class(structure: Structure, path: KeyPath, node: dict[str, Any], base:
             one = ArgumentParser(exit_on_error=False)
             _add_arguments(one, cls, known - {key})
             parsed = _narrow(structure, one, (*path, "init_args", key), arguments[key], root=len(path) + 1)
-            converted[key] = parsed.as_dict()[key] if parsed is not None else arguments[key]
+            if parsed is not None:
+                converted[key] = parsed.as_dict()[key]
+                _build_settings(structure, one, (*path, "init_args", key), parsed, arguments[key])
     if len(structure.errors) == before:
         structure.classes.append(ClassNode(path, cls, converted))
+
+
+def _build_settings(structure: Structure, parser: ArgumentParser, path: KeyPath, parsed: Namespace, value: Any) -> None:
+    """Build a settings dataclass, whose own checks know more than types do; classes of the run are not built."""
+    if not isinstance(value, dict) or _names_classes(value):
+        return
+    try:
+        parser.instantiate(parsed)
+    except Exception as error:  # jsonargparse wraps what a constructor raises
+        cause: BaseException | None = error
+        while cause is not None and not isinstance(cause, UserError):
+            cause = cause.__cause__
+        if isinstance(cause, UserError):
+            key = cause.where.rpartition(".")[2]
+            where = structure.settings.where((*path, key) if key in value else path)
+            structure.refusals.append(type(cause)(cause.what, where=where, allowed=cause.allowed, do=cause.do))
+
+
+def _names_classes(value: Any) -> bool:
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return (isinstance(value, dict) and "class_path" in value) or any(map(_names_classes, inner))
 
 
 def _narrow(
@@ -341,11 +312,6 @@ def _fields(owner: str, parser: ArgumentParser, path: KeyPath, root: int) -> set
         return _parameters(getattr(importlib.import_module(module), name)) or set()
     prefix, keys = ".".join(path[root:-1]) + ".", list(parser.get_defaults().keys())
     return {key.removeprefix(prefix).partition(".")[0] for key in keys if key.startswith(prefix)}
-
-
-def _subclasses(base: type) -> set[type]:
-    direct: set[type] = set(base.__subclasses__())
-    return direct.union(*(_subclasses(cls) for cls in direct))
 
 
 def _run_parser(verb: str) -> tuple[LightningArgumentParser, set[str]]:

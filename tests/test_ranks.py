@@ -311,6 +311,18 @@ def test_fifty_gangs_in_a_row_leave_nothing(monkeypatch: pytest.MonkeyPatch, tmp
     assert _state() == before
 
 
+@pytest.mark.ranks(2)
+def test_nobody_leaves_before_all_have_returned(tmp_path: Path) -> None:
+    """Rank 1 returned at once and closed its connections while rank 0 was still making its own."""
+    path = tmp_path / "pid"
+    if dist.get_rank() == 1:
+        path.write_text(str(os.getpid()))
+        return
+    assert _wait_until(path.exists)
+    time.sleep(0.3)
+    assert _alive(int(path.read_text()))
+
+
 @pytest.mark.parametrize("body", [_hang_after_a_failure, _raise_on_rank_1, _stop, _leaves_a_thread])
 def test_a_gang_that_fails_leaves_nothing(
     body: Callable[[], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

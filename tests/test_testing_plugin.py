@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 
-_STRICT = "-p no:cacheprovider --strict-markers"
+# Hypothesis would be imported anew by every inner run, which takes seconds.
+_STRICT = "-p no:cacheprovider -p no:hypothesispytest --strict-markers"
 
 
 def _run(pytester: pytest.Pytester, source: str) -> pytest.RunResult:

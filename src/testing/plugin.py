@@ -17,6 +17,9 @@ Options of the marker are those of `run_ranks`: `deadline`, `grace`, `dies`, `gr
 
 from __future__ import annotations
 
+# Here, not when the first gang starts: pytester forgets what an inner run imported, and a second copy of this module
+# would start a second server.
+import multiprocessing.forkserver  # noqa: F401
 from typing import Any
 
 import pytest

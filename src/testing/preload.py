@@ -46,7 +46,7 @@ def missing(modules: Iterable[str]) -> dict[str, str]:
     if os.getpid() == _PID:
         reason = "the fork server imported nothing: it was started by other code, or could not import stratagem"
         return dict.fromkeys(modules, reason)
-    late = "the fork server was already running when this module was asked for"
+    late = _FAILED.get("threads", "the fork server was already running when this module was asked for")
     return {name: _FAILED.get(name, late) for name in modules if name not in _LOADED}
 
 

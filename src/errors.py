@@ -76,6 +76,8 @@ class RankError(RuntimeError):
         details: that rank's own traceback, or the stack in which it hung.
         exitcode: its exit code, or minus the signal that ended it; None if it raised or hung.
 
+    The attribute `cause` holds what it raised, where that could travel here.
+
     Example:
         >>> raise RankError(1, 4, "killed by SIGKILL (out of memory?)", exitcode=-9)
         Traceback (most recent call last):
@@ -88,13 +90,9 @@ class RankError(RuntimeError):
     ) -> None:
         text = f"rank {rank} of {num_ranks}: {summary}"
         super().__init__(f"{text}\n\n{details.rstrip()}" if details.strip() else text)
-        self.rank, self.num_ranks, self.summary, self.details, self.exitcode = (
-            rank,
-            num_ranks,
-            summary,
-            details,
-            exitcode,
-        )
+        self.rank, self.num_ranks = rank, num_ranks
+        self.summary, self.details, self.exitcode = summary, details, exitcode
+        self.cause: BaseException | None = None
 
 
 def _rebuild(cls: type[UserError], what: str, where: str, allowed: str, do: str) -> UserError:

@@ -5,12 +5,13 @@
     progress      of all loops, so that `global_step` is right and a second `fit` goes on where the first ended
     metrics       `callback_metrics`, `logged_metrics`, `progress_bar_metrics`
     attributes    of the module and of each callback, where they have changed and pickle: `best_model_path`, a list
-                  that a `training_step` appended to. Lists, dicts and sets are changed in place.
+                  that a `training_step` appended to. Lists, dicts and sets are changed in place. Of loggers only
+                  words and numbers: the version that was chosen.
     results       what `validate`, `test` or `predict` returned on rank 0
 
-It travels through a file without a name, so that nothing is left behind whatever dies. What does not come home: the state of
-optimizers (a second `fit` makes new ones, as it does in one process), attributes that do not pickle or whose pickle is
-larger than `LARGEST_ATTRIBUTE`, and what hangs on no module or callback.
+It travels through a file without a name, so that nothing is left behind whatever dies. What does not come home: the
+state of optimizers (a second `fit` makes new ones, as it does in one process), attributes that do not pickle or whose
+pickle is larger than `LARGEST_ATTRIBUTE`, and what hangs neither on the module nor on a callback.
 """
 
 from __future__ import annotations
@@ -103,14 +104,16 @@ class Homecoming:
     # -- attributes ------------------------------------------------------------------------------------------------
 
     def _owners(self) -> dict[str, Any]:
-        callbacks = {f"callback {number}": callback for number, callback in enumerate(self._trainer.callbacks)}
-        return {"module": self._trainer.lightning_module, **callbacks}
+        trainer: Any = self._trainer  # which does not declare all it has
+        callbacks = {f"callback {number}": callback for number, callback in enumerate(trainer.callbacks)}
+        loggers = {f"logger {number}": logger for number, logger in enumerate(trainer.loggers)}
+        return {"module": trainer.lightning_module, **callbacks, **loggers}
 
     def _shared(self) -> dict[str, Any]:
         """Objects that attributes may refer to and that are never copied, by a name that both processes know."""
-        trainer, module = self._trainer, self._trainer.lightning_module
+        trainer: Any = self._trainer
+        module = trainer.lightning_module
         found = {**self._owners(), "trainer": trainer, "strategy": trainer.strategy, "datamodule": trainer.datamodule}
-        found |= {f"logger {number}": logger for number, logger in enumerate(trainer.loggers)}
         found |= {f"part {name}": part for name, part in module.named_modules() if name}
         found |= {f"parameter {name}": parameter for name, parameter in module.named_parameters()}
         found |= {f"buffer {name}": buffer for name, buffer in module.named_buffers()}
@@ -123,6 +126,8 @@ class Homecoming:
         for owner, thing in self._owners().items():
             for name, value in list(vars(thing).items()):
                 if owner == "module" and (name in internal or callable(value)):
+                    continue
+                if owner.startswith("logger") and not isinstance(value, str | int):
                     continue
                 buffer = _Bounded()
                 with contextlib.suppress(Exception):  # it does not pickle, or is too large

@@ -8,13 +8,14 @@
     the user, GPUs or several hosts     subprocess               refused          fresh start of the script
 
 `warm` forks the ranks from this process, which has imported everything and built the module: a start takes a fraction
-of a second where a fresh interpreter per rank takes many. This process is then no rank: it watches (`supervisor`), hosts
-the store at which the ranks meet, and takes home what rank 0 has to bring (`homecoming`). `fork_safety` says when a fork is safe.
+of a second where a fresh interpreter per rank takes many. This process is then no rank: it watches (`supervisor`),
+hosts the store at which the ranks meet, and takes home what rank 0 brings (`homecoming`). `fork_safety` says when a
+fork is safe.
 
 What differs for the user of `warm`: an object that hangs neither on the module nor on a callback is not changed by the
-run; `predict` returns the predictions of rank 0's share of the data, as every launcher does (a
-`BasePredictionWriter` keeps all); and after `fit` this process holds no optimizers, so `trainer.save_checkpoint` belongs
-into the run, to a `ModelCheckpoint`.
+run; and after `fit` this process holds no optimizers, so saving a checkpoint belongs into the run, to a
+`ModelCheckpoint`. Under every launcher `predict` returns the predictions of rank 0's share of the data; a
+`BasePredictionWriter` keeps all.
 """
 
 from __future__ import annotations
@@ -32,16 +33,19 @@ from typing import IO, Any, Literal, final
 
 import torch
 import torch.distributed as dist
-from lightning.fabric.plugins.environments import LightningEnvironment
+from lightning.fabric.plugins.environments.lightning import LightningEnvironment
 from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.fabric.utilities.imports import _IS_INTERACTIVE
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher
 from lightning.pytorch.trainer.call import _call_and_handle_interrupt
-from lightning.pytorch.utilities.exceptions import _TunerExitException
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_only
+from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from torch import nn
+from torch._C._distributed_c10d import TCPStore
 from typing_extensions import override
 
 from stratagem.errors import ConfigError, RankError, UserError
@@ -98,10 +102,10 @@ def _obstacle(strategy: ParallelStrategy) -> str | None:
 
 def _refusal(obstacle: str) -> ConfigError:
     return ConfigError(
-        f"launcher is 'warm', but {obstacle}",
+        f"ranks cannot be forked here: {obstacle}",
         where="run.launcher",
-        allowed="auto, subprocess",
-        do="leave launcher out, so that the best possible one is taken",
+        allowed="subprocess, or auto in a script",
+        do="leave launcher out, or start ranks from a fresh process",
     )
 
 
@@ -153,8 +157,10 @@ class WarmLauncher(_Launcher):
                 with _store() as port:  # after the fork, so that no rank holds a socket or a thread of it
                     supervisor.tell(port)
                     supervisor.wait()
-            except RankError as error:
-                raise _unwrapped(error) from error.__cause__
+            except (RankError, SystemExit) as error:
+                if trainer is not None:
+                    _hooks_have_run(trainer)
+                raise _unwrapped(error) from None
             finally:
                 self._kill = None
             return home.unpack() if home is not None else _load(file)
@@ -166,7 +172,7 @@ class WarmLauncher(_Launcher):
             self._kill(signum)
 
     def _launch_cold(self, obstacle: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if self._name == "warm":
+        if self._name == "warm" or _IS_INTERACTIVE:  # a notebook is no script that could be started afresh
             raise _refusal(obstacle)
         log.warning("Ranks are started as fresh processes, which takes longer than a fork: %s.", obstacle)
         environment = self._strategy.cluster_environment
@@ -200,7 +206,7 @@ class WarmLauncher(_Launcher):
         assert trainer is not None
         _own_memory(trainer.lightning_module)
         home.watch(collects=rank.number == 0)
-        _calm_sigterm(trainer)
+        _agree_on_sigterm(trainer)
         results = _call_and_handle_interrupt(trainer, functools.partial(_told, work, rank))
         if rank.number == 0:
             home.pack(results)
@@ -229,7 +235,7 @@ def _become_rank(number: int, num_ranks: int, port: int, num_threads: int) -> No
         OMP_NUM_THREADS=str(num_threads),
     )
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    rank_zero_only.rank = number
+    rank_zero_only.rank = number  # type: ignore[attr-defined]
 
 
 def _own_memory(module: LightningModule) -> None:
@@ -241,18 +247,32 @@ def _own_memory(module: LightningModule) -> None:
                 tensor.data = tensor.data.clone()
 
 
-def _calm_sigterm(trainer: Trainer) -> None:
-    """Let SIGTERM set Lightning's flag and no more.
+def _agree_on_sigterm(trainer: Trainer) -> None:
+    """Let SIGTERM end a fit on all ranks at the same batch, wherever it arrives first; anything else at once.
 
-    Lightning's handler also broadcasts, from within the signal handler: a rank that is in the handler waits for rank 0,
-    which may wait in a collective for that rank. The flag is enough, as the training loop compares it at every batch.
+    Lightning's handler broadcasts, from within the signal handler: a rank that is in the handler waits for rank 0,
+    which may wait in a collective for that rank. Here the handler takes a note, and the one collective that Lightning
+    runs before each training batch for this purpose becomes a vote.
     """
-    connector = trainer._signal_connector
+    connector, loop = trainer._signal_connector, trainer.fit_loop.epoch_loop
+    votes = hasattr(loop, "_broadcast_sigterm_tensor")
+    noted: list[int] = []
 
     def note(signum: int, frame: Any) -> None:
-        connector.received_sigterm = True
+        noted.append(signum)
+        if trainer.state.fn != TrainerFn.FITTING:
+            raise SystemExit(128 + signum)
+        connector.received_sigterm = not votes
 
-    connector._sigterm_notifier_fn = note  # type: ignore[method-assign]
+    def vote() -> None:
+        stop = torch.tensor(len(noted))
+        dist.all_reduce(stop, op=dist.ReduceOp.MAX)
+        if stop:
+            connector.received_sigterm = True
+            raise SIGTERMException
+
+    connector._sigterm_notifier_fn = note  # type: ignore[method-assign, assignment]
+    loop._broadcast_sigterm_tensor = vote  # type: ignore[method-assign]
 
 
 @contextlib.contextmanager
@@ -262,9 +282,7 @@ def _store() -> Iterator[int]:
         listener.bind(("127.0.0.1", 0))
         listener.listen(128)
         port: int = listener.getsockname()[1]
-        store = dist.TCPStore(
-            "127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach()
-        )
+        store = TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
     try:
         yield port
     finally:
@@ -276,7 +294,24 @@ def _load(file: IO[bytes]) -> Any:
     return torch.load(file, weights_only=False)  # written by our own child
 
 
-def _unwrapped(error: RankError) -> BaseException:
+def _hooks_have_run(trainer: Trainer) -> None:
+    """Keep Lightning from running the `on_exception` hooks here too.
+
+    The ranks have run them, where there was something to save. Lightning calls the strategy's own after those of the
+    callbacks: then they are put back.
+    """
+    owner: Any = trainer  # which does not declare its callbacks
+    callbacks, strategy = owner.callbacks, trainer.strategy
+
+    def put_back(exception: BaseException) -> None:
+        owner.callbacks = callbacks
+        del strategy.on_exception
+
+    owner.callbacks = []
+    strategy.on_exception = put_back  # type: ignore[method-assign]
+
+
+def _unwrapped(error: BaseException) -> BaseException:
     """What the user has done wrong is raised as if it had been found here; all else names its rank."""
-    cause = error.__cause__
+    cause = error.cause if isinstance(error, RankError) else None
     return cause if isinstance(cause, UserError | MisconfigurationException) else error

@@ -25,6 +25,8 @@ import torch.distributed as dist
 
 from stratagem.errors import CommunicationError
 
+_ABOVE_THE_WORK = True  # frames of this file are left out of a rank's traceback
+_LAUNCHER = os.path.join(os.path.dirname(__file__), "launcher.py")
 _PEER_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe", "gloo", "socket", "nccl")
 
 
@@ -98,6 +100,7 @@ class Rank:
         if os.getppid() != parent:  # it died before the call above
             os._exit(1)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)  # a background group may still write to the terminal
         faulthandler.enable(self._stacks, all_threads=True)
         if signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL:
             faulthandler.register(signal.SIGUSR1, self._stacks, all_threads=True)
@@ -126,17 +129,35 @@ def is_consequence(error: BaseException) -> bool:
         >>> is_consequence(CommunicationError("rank 1 closed the connection")), is_consequence(ValueError("a bug"))
         (True, False)
     """
-    seen: set[int] = set()
-    while id(error) not in seen:  # down to what was raised first
-        seen.add(id(error))
-        deeper = error.__cause__ or error.__context__
+    root = error
+    while not (_is_about_peers(root) and root.__cause__):  # a fault of communication explains itself by its cause
+        deeper = root.__cause__ or (None if root.__suppress_context__ else root.__context__)
         if deeper is None:
             break
-        error = deeper
+        root = deeper  # what was raised first; the rest came while it was handled
+    return _is_about_peers(root)
+
+
+def _is_about_peers(error: BaseException) -> bool:
     if isinstance(error, CommunicationError | ConnectionError | dist.DistError):
         return True
     text = str(error).lower()
     return type(error) is RuntimeError and any(word in text for word in _PEER_WORDS)
+
+
+def readable(stacks: str) -> str:
+    """What faulthandler wrote, without the frames that led to the work: they are the same in every rank."""
+    kept, dropping = [], False
+    for line in stacks.splitlines():
+        if line.startswith("Extension modules:"):
+            break
+        if not line.startswith("  File"):
+            dropping = False
+        elif f'"{_LAUNCHER}"' in line:
+            dropping = True
+        if not dropping:
+            kept.append(line)
+    return "\n".join(kept).strip()
 
 
 def _trace(error: BaseException) -> str:
@@ -145,6 +166,3 @@ def _trace(error: BaseException) -> str:
     while trace is not None and trace.tb_next is not None and trace.tb_frame.f_globals.get("_ABOVE_THE_WORK", False):
         trace = trace.tb_next
     return "".join(traceback.format_exception(type(error), error, trace))
-
-
-_ABOVE_THE_WORK = True

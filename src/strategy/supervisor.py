@@ -9,7 +9,7 @@ What ends the watch before all ranks have returned:
 
     a rank raised, died or left   the others get `Patience.unaware` to notice by themselves, then they are killed; ranks
                                   that have reported a failure get `Patience.cleanup` for their hooks and teardown
-    a rank returned               the others get `timeout` to return too
+    a rank returned               the others get `timeout` to return too, and never less than `Patience.return_`
     Ctrl-C                        it is passed on; a second one kills
     SIGTERM                       it is passed on
 
@@ -21,6 +21,7 @@ of silence is the cause, and the stack in which it hung is the explanation.
 from __future__ import annotations
 
 import contextlib
+import gc
 import math
 import multiprocessing
 import os
@@ -40,7 +41,7 @@ from types import FrameType
 from typing import IO, Any, final
 
 from stratagem.errors import RankError
-from stratagem.strategy.rank_process import Rank, Report
+from stratagem.strategy.rank_process import Rank, Report, readable
 
 
 @final
@@ -53,13 +54,15 @@ class Patience:
         cleanup: ranks that have reported a failure and run their hooks and teardown.
         interrupted: all, after Ctrl-C.
         terminated: all, after SIGTERM.
+        return_: ranks whose work is done on other ranks; rank 0 has results to write.
         stack: ranks that are asked where they hang.
     """
 
-    unaware: timedelta = timedelta(seconds=5)
+    unaware: timedelta = timedelta(seconds=3)
     cleanup: timedelta = timedelta(seconds=30)
     interrupted: timedelta = timedelta(seconds=10)
     terminated: timedelta = timedelta(seconds=30)
+    return_: timedelta = timedelta(seconds=60)
     stack: timedelta = timedelta(seconds=1)
 
 
@@ -135,28 +138,36 @@ class Supervisor:
             for signum in (signal.SIGINT, signal.SIGTERM):
                 if signal.getsignal(signum) is not None:  # else it is not Python's, and could not be put back
                     self._handlers[signum] = signal.signal(signum, self._note)
-        parent = os.getpid()
-        context = multiprocessing.get_context("fork")
+        # Frozen, what the ranks inherit is left alone by their collectors, and so stays shared.
+        thaw = gc.unfreeze if gc.get_freeze_count() == 0 else bool
+        gc.freeze()
+        try:
+            for number in range(self.num_ranks):
+                self._fork(number, body)
+        finally:
+            thaw()
 
-        def main(number: int, pipe: Connection, stacks: IO[bytes]) -> None:
+    def _fork(self, number: int, body: Callable[[Rank, Any], None]) -> None:
+        parent, context = os.getpid(), multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe()
+        stacks = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # closed in `close`; it has no name
+
+        def main() -> None:
             for signum, handler in self._handlers.items():
                 signal.signal(signum, handler)
             for rank in self._ranks:
                 rank.pipe.close()
-            Rank(number, pipe, stacks).main(body, parent)
+            Rank(number, theirs, stacks).main(body, parent)
 
-        for number in range(self.num_ranks):
-            ours, theirs = context.Pipe()
-            stacks = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115  # closed in `close`; it has no name
-            process = context.Process(target=main, args=(number, theirs, stacks), name=f"rank {number}")
-            rank = _Watched(number, process, ours, stacks)
-            self._ranks.append(rank)
-            with warnings.catch_warnings():  # of threads in the parent: see Note [OpenMP and fork]
-                warnings.simplefilter("ignore", DeprecationWarning)
-                process.start()
-            theirs.close()
-            assert process.pid is not None
-            rank.death = os.pidfd_open(process.pid)
+        rank = _Watched(number, context.Process(target=main, name=f"rank {number}"), ours, stacks)
+        self._ranks.append(rank)
+        with warnings.catch_warnings():  # of threads in the parent: see Note [OpenMP and fork]
+            warnings.simplefilter("ignore", DeprecationWarning)
+            rank.process.start()
+        theirs.close()
+        assert rank.process.pid is not None
+        with contextlib.suppress(OSError):  # a sandbox may forbid it
+            rank.death = os.pidfd_open(rank.process.pid)
 
     def tell(self, message: Any) -> None:
         """Send every rank the message it waits for."""
@@ -168,7 +179,7 @@ class Supervisor:
         """Wait until every rank has returned and ended.
 
         Raises:
-            RankError: a rank failed. An exception that pickles is its `__cause__`.
+            RankError: a rank failed.
             SystemExit: with 128 + signal, after Ctrl-C or SIGTERM.
         """
         while running := [rank for rank in self._ranks if rank.exitcode is None]:
@@ -176,7 +187,8 @@ class Supervisor:
             if late:
                 self._kill(late)
                 continue
-            signs: list[Any] = [rank.death for rank in running]
+            # Not the sentinel where it can be avoided: it stays open as long as what the rank itself has forked.
+            signs: list[Any] = [rank.process.sentinel if rank.death < 0 else rank.death for rank in running]
             signs += [rank.pipe for rank in running if rank.report is None and not rank.pipe.closed]
             left = min(self._due(rank) for rank in running) - time.monotonic()
             connection.wait([*signs, self._wakeup[0]], None if math.isinf(left) else max(0.0, left))
@@ -230,7 +242,7 @@ class Supervisor:
             first = min(other.report.at if other.report else other.ended for other in failures)
             return first + self.patience.unaware.total_seconds()
         returned = [other.report.at for other in self._ranks if other.report is not None]
-        return min(returned, default=math.inf) + self.timeout.total_seconds()
+        return min(returned, default=math.inf) + max(self.timeout, self.patience.return_).total_seconds()
 
     def _kill(self, late: list[_Watched]) -> None:
         """Ask ranks where they are, then kill them."""
@@ -270,7 +282,7 @@ class Supervisor:
 
     # -- what to say -----------------------------------------------------------------------------------------------
 
-    def _error(self) -> BaseException:
+    def _error(self) -> RankError:
         """The one error of the run: see Note [the cause]."""
         blamed: list[tuple[float, _Watched]] = []
         complaints: list[tuple[float, _Watched]] = []
@@ -288,24 +300,25 @@ class Supervisor:
         slow = next(rank for rank in self._ranks if rank.stack is not None)
         return self._describe(slow, None)
 
-    def _describe(self, rank: _Watched, complaint: _Watched | None) -> BaseException:
+    def _describe(self, rank: _Watched, complaint: _Watched | None) -> RankError:
         report = rank.report
         if report is not None:
             error = RankError(rank.number, self.num_ranks, report.summary, report.details, exitcode=report.exitcode)
             with contextlib.suppress(Exception):  # an exception whose class this process cannot build
-                error.__cause__ = pickle.loads(report.exception) if report.exception else None
-            error.__suppress_context__ = True
+                error.cause = pickle.loads(report.exception) if report.exception else None
             return error
         if rank.stack is not None:
             summary = "it hung and was killed"
-            details = rank.stack or "(it did not say where: it did not answer SIGUSR1)"
+            details = readable(rank.stack) or "(it did not say where: it did not answer SIGUSR1)"
             if complaint is not None and complaint.report is not None:
                 summary += f"; rank {complaint.number} had given up waiting: {complaint.report.summary}"
             else:
-                summary += f"; another rank had returned {self.timeout} earlier"
+                summary += ", long after another rank had returned"
             return RankError(rank.number, self.num_ranks, summary, details)
         assert rank.exitcode is not None
-        return RankError(rank.number, self.num_ranks, _death(rank.exitcode), rank.written(), exitcode=rank.exitcode)
+        return RankError(
+            rank.number, self.num_ranks, _death(rank.exitcode), readable(rank.written()), exitcode=rank.exitcode
+        )
 
 
 def _exit_status(process: ForkProcess) -> int | None:

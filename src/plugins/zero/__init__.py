@@ -1,0 +1,37 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO: parameters, gradients and optimizer state divided over the data ranks, with the results of one process.
+
+Use it when the model trains with `ring_ddp` but does not fit: take the lowest stage that makes it fit. Stages 1 and 2 cost
+what `ring_ddp` costs on the wire, stage 3 half as much again. `technique.py` has the table; start reading there.
+
+    settings.py     what can be chosen
+    partition.py    who owns what: frozen data
+    bucket.py       the memory of one bucket
+    gradients.py    reduction during backward
+    pool.py         memory for gradients on their way
+    optimizer.py    an optimizer that holds pieces
+    separable.py    may this optimizer hold pieces?
+    state.py        the optimizer's state, whole again
+    technique.py    stages 1 and 2
+    lane.py         communicators and their thread
+    strategy.py     the Lightning face
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from stratagem.plugins.zero.settings import ZeroSettings
+from stratagem.plugins.zero.technique import Zero1, Zero2
+
+if TYPE_CHECKING:
+    from stratagem.plugins.zero.strategy import Zero1Strategy, Zero2Strategy
+
+__all__ = ["Zero1", "Zero1Strategy", "Zero2", "Zero2Strategy", "ZeroSettings"]
+
+
+def __getattr__(name: str) -> Any:
+    """The strategies need Lightning, the techniques do not: they are imported when they are asked for."""
+    if name in ("Zero1Strategy", "Zero2Strategy"):
+        from stratagem.plugins.zero import strategy
+
+        return getattr(strategy, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From gradients to my share of their mean, while backward still runs.
+
+    backward   |--- head ---|--- block 2 ---|--- block 1 ---|- embed -|
+    worker            |= bucket 1 =|= bucket 2 =|= bucket 3 =|= 4 =|
+                                                                   ^ finish() waits for this rest alone
+
+When a parameter's gradient is complete a hook moves it into its bucket. When the next bucket in line is full it is handed
+to a thread, which reduce-scatters it: my slice of the mean lands in `owned`, the rest is worth nothing afterwards. From
+then on the module's `.grad` is None; what counts is the `.grad` of the optimizer's pieces.
+
+Stages 2 and 3 (`transient`) have memory for two buckets, one that fills and one that travels, whatever the model's size.
+
+Note [one order on all ranks]: ranks may produce gradients in different orders, but a ring pairs the i-th message of one
+rank with the i-th of its neighbour. So buckets leave strictly in line; a full one waits its turn. Under control flow that
+differs between ranks, stages 2 and 3 may therefore hold more than two.
+
+Note [unused parameters]: at the end of backward the buckets that never filled leave too, with zeros for what is missing.
+One small integer vector then tells everyone which parameters any rank used: the piece of one that nobody used keeps `.grad
+= None` (an optimizer must not decay its weight). The same vector carries which buffers changed.
+
+Note [adding to what was reduced]: a further backward before the optimizer clears its gradients adds its mean to the mean
+that is already owned. So several backward passes per step, and stage 2's accumulation, are right by construction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
+from typing import final
+
+import torch
+from torch import Tensor
+from torch.autograd import Variable
+from torch.utils.hooks import RemovableHandle
+
+from stratagem.collectives import Op, Wire
+from stratagem.errors import ConfigError
+from stratagem.plugins.zero.bucket import Bucket
+from stratagem.plugins.zero.lane import Lane
+from stratagem.plugins.zero.pool import Pool
+from stratagem.plugins.zero.settings import ZeroSettings
+from stratagem.technique import ChangedBuffers
+
+
+@final
+class Gradients:
+    """Reduces the gradients of buckets during backward.
+
+    Args:
+        lane: the communicators and the thread.
+        settings: see `ZeroSettings`.
+        transient: keep nothing but the owned slices (stages 2 and 3).
+        buffers: of the module.
+        names: of the parameters, by id, for messages.
+    """
+
+    def __init__(
+        self, lane: Lane, settings: ZeroSettings, *, transient: bool, buffers: ChangedBuffers, names: dict[int, str]
+    ) -> None:
+        self._lane, self._settings, self._buffers, self._names = lane, settings, buffers, names
+        self._pool = Pool() if transient else None
+        self.agree_on_overflow = False
+        self.buckets: list[Bucket] = []
+        self._handles: list[RemovableHandle] = []
+        self._reduces, self._pending, self._callback_queued, self._next = True, False, False, 0
+        self._in_window = False
+        self._futures: list[Future[None]] = []
+
+    @property
+    def _piles_up(self) -> bool:
+        """Whether a micro-batch's gradients stay whole until the window's end."""
+        return self._pool is None or self._settings.accumulation == "whole"
+
+    def adopt(self, buckets: Sequence[Bucket]) -> None:
+        """Hooks the parameters of further buckets, which leave after those that are known. Local."""
+        for bucket in buckets:
+            bucket.position = len(self.buckets)
+            self.buckets.append(bucket)
+        self._reset()
+
+    def _prepare(self, bucket: Bucket) -> None:
+        """Hooks parameters and makes memory, as soon as any of the bucket is trained: frozen ones cost nothing."""
+        layout = bucket.cut.layout
+        if bucket.owned is None:
+            alias = self._pool is None and not bucket.has_master
+            if not alias:
+                length = bucket.span[1] - bucket.span[0]
+                pinned = bucket.master_device.type == "cpu" and layout.device.type == "cuda"
+                bucket.owned = torch.empty(
+                    length, dtype=bucket.state_dtype, device=bucket.master_device, pin_memory=pinned
+                )
+            if self._pool is None:
+                self._give_memory(bucket, torch.empty(layout.numel, dtype=layout.dtype, device=layout.device))
+                if alias:
+                    assert bucket.gradient is not None
+                    bucket.owned = bucket.gradient[slice(*bucket.span)]
+            elif len(layout.slots) > 1:
+                self._pool.reserve(layout)
+        for index, parameter in enumerate(bucket.parameters):
+            if parameter.requires_grad and not bucket.hooked[index]:
+                bucket.hooked[index] = True
+                hook = partial(self._on_gradient, bucket, index)
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    # -- arrivals --------------------------------------------------------------------------------------------------
+
+    def _reset(self) -> None:
+        self._next = 0
+        self._futures = []
+        self._pending = self._callback_queued = False
+        for bucket in self.buckets:
+            bucket.arrived = [False] * len(bucket.parameters)
+            bucket.missing = sum(parameter.requires_grad for parameter in bucket.parameters)
+            bucket.active = bucket.missing > 0
+            if bucket.active:
+                self._prepare(bucket)
+
+    def _on_gradient(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
+        """Runs when a gradient is complete: into its bucket, and off with that if it fills the next in line."""
+        if bucket.position < self._next:
+            raise RuntimeError(
+                f"the gradient of {self._name(bucket, index)!r} grew after its bucket had left: it receives gradients "
+                "in several nested backward passes (reentrant checkpointing of a shared module). Set overlap: false, or "
+                "checkpoint with use_reentrant=False."
+            )
+        self._take_in(bucket, index)
+        if not self._reduces:
+            return
+        self._pending = True
+        if not self._callback_queued:  # a plain loss.backward() ends here; a strategy calls finish() itself as well
+            self._callback_queued = True
+            Variable._execution_engine.queue_callback(self.finish)  # type: ignore[no-untyped-call]
+        if not bucket.arrived[index]:
+            bucket.arrived[index] = True
+            bucket.missing -= 1
+            if self._settings.overlap:
+                self._launch_full_buckets()
+
+    def _take_in(self, bucket: Bucket, index: int) -> None:
+        """Makes a parameter's gradient a view of its bucket; copies at the first micro-batch only."""
+        parameter = bucket.parameters[index]
+        gradient = parameter.grad
+        if gradient is None or (bucket.dirty and gradient is bucket.gradient_views[index]):
+            return
+        if gradient.is_sparse:
+            raise ConfigError(
+                f"the gradient of {self._name(bucket, index)!r} is sparse, and ZeRO divides dense ones",
+                where="model",
+                do="build its embedding with sparse=False",
+            )
+        slot = bucket.cut.layout.slots[index]
+        alone = self._pool is not None and len(bucket.parameters) == 1 and not bucket.dirty
+        if alone and gradient.stride() == slot.stride and not gradient.requires_grad:
+            bucket.dirty, bucket.gradient = True, gradient.as_strided((bucket.numel,), (1,))  # travels from where it is
+            bucket.gradient_views = [gradient]
+            return
+        self._touch(bucket)
+        view = bucket.gradient_views[index]
+        view.copy_(gradient.detach())
+        parameter.grad = view
+
+    def _touch(self, bucket: Bucket) -> None:
+        """The bucket's memory is about to be written: it must be there, and what it still holds be saved."""
+        if bucket.dirty:
+            return
+        bucket.dirty = True
+        if self._pool is not None:
+            self._give_memory(bucket, self._pool.take(bucket.cut.layout))
+        elif not bucket.has_master and bucket.holds_gradients():
+            assert bucket.owned is not None
+            bucket.forget_stale()
+            bucket.kept = bucket.owned.clone()
+
+    @staticmethod
+    def _give_memory(bucket: Bucket, flat: Tensor) -> None:
+        bucket.gradient = flat
+        bucket.gradient_views = [slot.view(flat) for slot in bucket.cut.layout.slots]
+
+    # -- reducing --------------------------------------------------------------------------------------------------
+
+    def _launch_full_buckets(self) -> None:
+        """See Note [one order on all ranks]."""
+        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+            self._launch(self.buckets[self._next])
+            self._next += 1
+
+    def _launch(self, bucket: Bucket) -> None:
+        """Hands a bucket to the thread, with zeros for what did not come; the module's gradients are gone after this."""
+        if not bucket.active:
+            return
+        for index, parameter in enumerate(bucket.parameters):
+            if parameter.grad is not None:
+                self._take_in(bucket, index)
+        self._touch(bucket)
+        for parameter, view in zip(bucket.parameters, bucket.gradient_views, strict=True):
+            if parameter.grad is None:
+                view.zero_()
+            parameter.grad = None
+        flat, owned, kept = bucket.gradient, bucket.owned, bucket.kept
+        assert flat is not None
+        assert owned is not None
+        adds = kept is None and bucket.holds_gradients()
+        if adds:
+            bucket.forget_stale()
+        future = self._lane.submit(self._reduce, bucket, flat, owned, kept, adds)
+        self._futures.append(future)
+        bucket.dirty, bucket.kept = False, None
+        if self._pool is not None:
+            bucket.gradient, bucket.gradient_views = None, []
+            self._pool.give_back(bucket.cut.layout, flat, after=future)
+
+    def _reduce(self, bucket: Bucket, flat: Tensor, owned: Tensor, kept: Tensor | None, adds: bool) -> None:
+        """In the thread: my slice of the mean, to where the optimizer finds it."""
+        wire = self._settings.gradient_wire
+        mine = self._lane.shard.reduce_scatter(flat, bounds=bucket.cut.bounds, op=Op.MEAN, wire=wire)
+        if self._lane.replicate.size > 1:
+            self._lane.replicate.all_reduce(mine, op=Op.MEAN, wire=wire)
+        if kept is not None:
+            mine.add_(kept)
+        elif adds:
+            owned.add_(mine.to(owned.device))
+        elif mine.data_ptr() != owned.data_ptr() or mine.dtype != owned.dtype:
+            owned.copy_(mine)
+
+    def begin(self) -> None:
+        """A backward is about to run (or ought to). Local."""
+        if not self._pending:
+            self._reset()
+            self._pending = self._reduces
+
+    def finish(self) -> None:
+        """Reduces what is left, waits for all of it, and settles unused parameters and changed buffers.
+
+        Collective over the data axes.
+        """
+        if not self._pending:
+            return
+        self._pending = False
+        try:
+            for bucket in self.buckets[self._next :]:
+                self._check_promise(bucket)
+                bucket.arrived = [parameter.grad is not None for parameter in bucket.parameters]
+                self._launch(bucket)
+            self._next = len(self.buckets)
+            flags = self._flags()
+            if flags is not None:
+                self._futures.append(self._lane.submit(self._lane.data.all_reduce, flags, op=Op.SUM, wire=Wire.FULL))
+            for future in self._futures:
+                future.result()
+            self._settle(flags)
+            if self.agree_on_overflow:
+                self._share_overflow()
+        finally:
+            if self._pool is not None:
+                self._pool.clear()
+            self._reset()
+
+    def _check_promise(self, bucket: Bucket) -> None:
+        if self._settings.unused_parameters == "none" and bucket.active:
+            for index, parameter in enumerate(bucket.parameters):
+                if parameter.requires_grad and parameter.grad is None:
+                    raise ConfigError(
+                        f"{self._name(bucket, index)!r} received no gradient in this backward",
+                        where="zero.unused_parameters",
+                        allowed="`none` only where every trainable parameter is used in every step",
+                        do="set it to detect",
+                    )
+
+    def _flags(self) -> Tensor | None:
+        """One integer per parameter (has it a gradient?) and module with buffers (did they change?), if there are any."""
+        flags: list[bool] = []
+        if self._settings.unused_parameters == "detect":
+            flags += [arrived for bucket in self.buckets for arrived in bucket.arrived]
+        if self._settings.broadcast_buffers and not self._in_window:
+            flags += self._buffers.changed()
+        return torch.tensor(flags, dtype=torch.int32, device=self._lane.data.device) if flags else None
+
+    def _settle(self, flags: Tensor | None) -> None:
+        """See Note [unused parameters]."""
+        answers = [count > 0 for count in flags.tolist()] if flags is not None else []
+        for bucket in self.buckets:
+            used = bucket.arrived
+            if self._settings.unused_parameters == "detect":
+                used, answers = answers[: len(used)], answers[len(used) :]
+            bucket.used |= any(used)
+            for index, owned in enumerate(bucket.owned_parameters):
+                if owned is not None and used[index] and owned.grad is None and owned.numel():
+                    assert bucket.owned is not None
+                    owned.grad = bucket.part(index, bucket.owned)
+        if any(answers):
+            with torch.no_grad():
+                self._lane.submit(self._lane.data.broadcast_tensors, self._buffers.select(answers)).result()
+            self._buffers.settle()
+
+    def _share_overflow(self) -> None:
+        """If any rank owns a gradient that is not finite, every rank gets one, so that all skip the step together."""
+        device = self._lane.data.device
+        owned = [o for b in self.buckets for o in b.owned_parameters if o is not None and o.grad is not None]
+        largest = torch.zeros(1, device=device)
+        for each in owned:
+            assert each.grad is not None
+            largest = torch.maximum(largest, each.grad.abs().amax().to(device, torch.float32))
+        self._lane.submit(self._lane.data.reduce_small, largest, "max").result()
+        if owned and not bool(largest.isfinite()):
+            assert owned[0].grad is not None
+            owned[0].grad.view(-1)[0] = float("inf")
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it gradients pile up and nothing is sent, unless they are divided per micro-batch. Local."""
+        before = self._reduces, self._in_window
+        self._reduces, self._in_window = not self._piles_up, True
+        try:
+            yield
+        finally:
+            self._reduces, self._in_window = before
+
+    def clear(self, buckets: Iterable[Bucket], *, set_to_none: bool) -> None:
+        """Forgets what the module's parameters gathered; the optimizer has cleared its pieces. Local."""
+        for bucket in buckets:
+            for parameter in bucket.parameters:
+                if set_to_none:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.detach_().zero_()
+            if set_to_none:
+                bucket.used, bucket.dirty, bucket.kept = False, False, None
+                if self._pool is not None:
+                    bucket.gradient, bucket.gradient_views = None, []
+
+    def _name(self, bucket: Bucket, index: int) -> str:
+        return self._names.get(id(bucket.parameters[index]), "a parameter")
+
+    def close(self) -> None:
+        """Removes the hooks. Local."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles, self.buckets = [], []

@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""An optimizer's state as one process has it, put together from pieces and taken apart again.
+
+So that a run under any strategy, on any number of ranks, can go on from the checkpoint of any other, state is always
+written whole, under the plain optimizer's indices. One tensor is put together at a time, and only rank 0 keeps it.
+
+Where the optimizer works on masters (half precision parameters), their exact values are stated as `MASTER` beside the
+optimizer's own entries; a plain optimizer carries that entry along and ignores it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stratagem.collectives import Communicator
+from stratagem.errors import CheckpointError
+from stratagem.plugins.zero.bucket import Bucket, OwnedParameter
+from stratagem.plugins.zero.optimizer import OwnedOptimizer, part_of_state
+
+MASTER = "stratagem_master"
+"""The key of a parameter's exact value."""
+
+_Entry = tuple[str, Any]
+"""How one rank describes an entry: ("part", dtype) of a tensor cut like the parameter, ("whole", value) of anything else."""
+
+
+@torch.no_grad()
+def gather_state(owned_optimizer: OwnedOptimizer, comm: Communicator) -> dict[str, Any]:
+    """The optimizer's state, whole, under the plain indices; its `state` is empty on ranks other than 0 of the axis.
+
+    Every rank of the axis over which parameters are divided calls it. It sends every byte of the state once around the ring,
+    one tensor at a time, and one small message of descriptions.
+    """
+    optimizer = owned_optimizer.optimizer
+    everything = optimizer.state_dict()
+    groups = everything["param_groups"]
+    mine: dict[int, dict[str, _Entry]] = {}
+    for number, owned, bucket, _ in owned_optimizer.owned():
+        entries = {key: _describe(value, owned) for key, value in optimizer.state.get(owned, {}).items()}
+        if bucket.has_master and entries:
+            entries[MASTER] = ("part", bucket.state_dtype)
+        mine[number] = entries
+    everyone: list[dict[int, dict[str, _Entry]]] = comm.gather_objects(mine)
+    state: dict[int, dict[str, Any]] = {}
+    for number, owned, bucket, index in owned_optimizer.owned():
+        descriptions = [theirs.get(number, {}) for theirs in everyone]
+        for key in dict.fromkeys(key for entries in descriptions for key in entries):
+            kind, detail = next(entries[key] for entries in descriptions if key in entries)
+            local = owned if key == MASTER else optimizer.state.get(owned, {}).get(key)
+            value = _gather_part(local, detail, bucket, index, comm) if kind == "part" else detail
+            if comm.rank == 0:
+                state.setdefault(number, {})[key] = value
+    strangers = everything["state"]
+    known = {number for number, *_ in owned_optimizer.owned()}
+    if comm.rank == 0:
+        state.update({number: entry for number, entry in strangers.items() if number not in known})
+    return {"state": state, "param_groups": groups}
+
+
+def _describe(value: Any, owned: OwnedParameter) -> _Entry:
+    if isinstance(value, Tensor) and value.dim() and value.shape == owned.shape:
+        return "part", value.dtype
+    return "whole", value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def _gather_part(local: Any, dtype: torch.dtype, bucket: Bucket, index: int, comm: Communicator) -> Tensor | None:
+    """One tensor of the parameter's shape on rank 0 of the axis; None elsewhere."""
+    whole = gather_parameter(bucket, index, comm, local=local, dtype=dtype)
+    return whole.to(bucket.cut.layout.device) if comm.rank == 0 else None
+
+
+@torch.no_grad()
+def gather_parameter(
+    bucket: Bucket, index: int, comm: Communicator, *, local: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Puts one tensor of a parameter's shape together from the ranks' pieces, on every rank of the axis.
+
+    Every rank of the axis calls it. It sends the tensor once around the ring.
+
+    Args:
+        bucket: where the parameter lies.
+        index: which of the bucket's parameters it is.
+        comm: over the axis.
+        local: my piece, in any shape; None where it is empty.
+        dtype: of the tensor.
+    """
+    piece = bucket.pieces[index]
+    spans = bucket.cut.spans(piece.slot)
+    flat = torch.empty(spans[-1][1], dtype=dtype, device=comm.device)
+    if local is not None and piece.numel:
+        mine = flat[piece.start : piece.stop]
+        if piece.is_whole:
+            replace(piece.slot, offset=0).view(flat).copy_(local)
+        else:
+            mine.copy_(local.reshape(-1))
+    comm.all_gather(flat, bounds=spans)
+    return replace(piece.slot, offset=0).view(flat)
+
+
+@torch.no_grad()
+def load_state(owned_optimizer: OwnedOptimizer, state: Mapping[str, Any]) -> None:
+    """The inverse of `gather_state`; every rank holds the whole state. Local.
+
+    Raises:
+        CheckpointError: the groups have other sizes than the optimizer's.
+    """
+    optimizer = owned_optimizer.optimizer
+    theirs = [len(group["params"]) for group in state["param_groups"]]
+    ours = [len(group["params"]) for group in optimizer.param_groups]
+    if theirs != ours:
+        raise CheckpointError(
+            f"the checkpoint's optimizer has groups of {theirs} parameters, this one of {ours}",
+            where="the optimizer's state",
+            do="resume with the module and the configure_optimizers that wrote the checkpoint",
+        )
+    numbers = [number for group in state["param_groups"] for number in group["params"]]  # as the writer counted
+    parts: dict[int, Any] = {}
+    for number, owned, bucket, index in owned_optimizer.owned():
+        entries = dict(state["state"].get(numbers[number], {}))
+        master = entries.pop(MASTER, None)
+        if bucket.has_master and owned.numel():
+            bucket.refresh_piece(index)
+            if master is not None:
+                owned.copy_(part_of_state({MASTER: master}, bucket, index)[MASTER].view_as(owned))
+        if entries and owned.numel():
+            parts[number] = part_of_state(entries, bucket, index)
+    groups = [
+        {**saved, "params": group["params"]}
+        for saved, group in zip(state["param_groups"], optimizer.state_dict()["param_groups"], strict=True)
+    ]
+    optimizer.load_state_dict({"state": parts, "param_groups": groups})

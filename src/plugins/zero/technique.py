@@ -1,0 +1,409 @@
+# SPDX-License-Identifier: Apache-2.0
+"""ZeRO's stages 1 and 2: what one process holds, divided over the data ranks, with the same results.
+
+    stage   parameters   gradients   optimizer state     bytes per parameter (fp32 Adam)    wire per step / parameter bytes
+    1       whole        whole       1/N                 8 + 8/N                            2 (N-1)/N
+    2       whole        1/N         1/N                 4 + 12/N                           2 (N-1)/N
+    3       1/N          1/N         1/N                 16/N                               3 (N-1)/N
+
+One optimizer step of stages 1 and 2 sends gradients once (reduce-scatter, during backward) and parameters once (all-gather,
+after the step): together what DDP's all-reduce sends.
+
+Half precision parameters have float32 masters, of which each rank holds its share: the optimizer steps those, and they
+are rounded into the parameters. That is 4/N bytes more per parameter for masters and 4/N for their gradients.
+
+Who owns what is decided in `attach`, when the optimizers are known: parameters of different optimizers share no bucket, so
+that each optimizer's step sends its own parameters only; parameter groups do share, since pieces are per parameter.
+
+A parameter that requires a gradient but is in no optimizer stays whole, and its gradient local. A frozen one that is in an
+optimizer has a bucket, which costs nothing before it is unfrozen. One that is added to an optimizer later
+(`add_param_group`) is taken over before the next backward.
+"""
+
+from __future__ import annotations
+
+from abc import ABC
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import reduce
+from typing import Any, ClassVar, final
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from stratagem.collectives import Op, Wire
+from stratagem.collectives.wire import wire_format
+from stratagem.errors import ConfigError
+from stratagem.placement import Placement
+from stratagem.plugins.zero.bucket import Bucket, OwnedParameter
+from stratagem.plugins.zero.gradients import Gradients
+from stratagem.plugins.zero.lane import SHARD_AXES, Lane
+from stratagem.plugins.zero.optimizer import OwnedOptimizer
+from stratagem.plugins.zero.partition import cut, pack_by_key
+from stratagem.plugins.zero.separable import check_separable
+from stratagem.plugins.zero.settings import ZeroSettings
+from stratagem.plugins.zero.state import gather_parameter, gather_state, load_state
+from stratagem.technique import ChangedBuffers, Context, DataTechnique, check_same_structure, state_placements, unique
+
+
+class Zero(DataTechnique, ABC):
+    """What the stages share.
+
+    Args:
+        settings: see `ZeroSettings`.
+    """
+
+    axis: ClassVar[str] = "dp_shard"
+    stage: ClassVar[int]
+    """1, 2 or 3."""
+
+    def __init__(self, settings: ZeroSettings = ZeroSettings()) -> None:
+        self.settings = settings
+        self._optimizers: list[OwnedOptimizer] = []
+        self._buckets: list[Bucket] = []
+        self._lanes: list[Lane] = []
+
+    # -- start -----------------------------------------------------------------------------------------------------
+
+    @override
+    def apply(self, module: nn.Module, context: Context) -> None:
+        """Gives all ranks rank 0's parameters and buffers, and states placements.
+
+        Collective over the data axes. Moves the model once, from rank 0 of each row.
+
+        Raises:
+            ConfigError: the ranks built different modules; names the first difference.
+        """
+        self._module, self.context = module, context
+        self.names = {id(parameter): name for name, parameter in module.named_parameters()}
+        self._known = set(self.names)
+        self._lane = Lane(context, "gradients")
+        self._lanes = [self._lane]
+        sizes = context.shape.sizes
+        self._shard_axes = tuple(axis for axis in SHARD_AXES if sizes[axis] > 1)
+        data_axes = tuple(axis for axis in ("dp_replicate", *SHARD_AXES) if sizes[axis] > 1)
+        state_placements(module, context, data_axes or (self.axis,))
+        check_same_structure(module, self._lane.data)
+        self._equalise(module)
+        self._gradients = Gradients(
+            self._lane,
+            self.settings,
+            transient=self.stage > 1,
+            buffers=ChangedBuffers(module),
+            names=self.names,
+        )
+
+    @torch.no_grad()
+    def _equalise(self, module: nn.Module) -> None:
+        self._lane.data.broadcast_tensors([*unique(module.parameters()), *unique(module.buffers())])
+
+    @override
+    def attach(self, optimizers: Sequence[Optimizer]) -> None:
+        """Divides the parameters of the optimizers, and gives the optimizers this rank's pieces of them. Local.
+
+        Raises:
+            ConfigError: an optimizer cannot be divided so; a parameter is not of the module, or in two optimizers.
+        """
+        if self._lane.shard.size > 1:
+            for optimizer in optimizers:
+                check_separable(optimizer, self.settings.partition)
+        self._optimizers = [OwnedOptimizer(o, on_step=self._after_step, on_clear=self._after_clear) for o in optimizers]
+        self._take_over()
+
+    def _take_over(self) -> None:
+        """Takes over every parameter that is in an optimizer and was not before; nothing happens if there is none."""
+        strangers = [(number, p) for number, o in enumerate(self._optimizers) for p in o.strangers()]
+        if not strangers:
+            return
+        for number, parameter in strangers:
+            if id(parameter) not in self.names:
+                raise ConfigError(
+                    f"optimizer {number} holds a parameter of shape {tuple(parameter.shape)} that the module had not when "
+                    "the run was set up",
+                    where="the optimizers",
+                    allowed="parameters of the module",
+                    do="create parameters in __init__ or configure_model, and keep them",
+                )
+        self._divide(strangers)
+        places = {id(p): (bucket, index) for bucket in self._buckets for index, p in enumerate(bucket.parameters)}
+        for optimizer in self._optimizers:
+            optimizer.take_over(places)
+
+    def _divide(self, strangers: Sequence[tuple[int, nn.Parameter]]) -> None:
+        """Packs, cuts and adopts parameters, given with the number of their optimizer."""
+        keys = [(number, parameter.requires_grad) for number, parameter in strangers]
+        self._make_buckets([parameter for _, parameter in strangers], keys)
+
+    def _make_buckets(self, parameters: Sequence[nn.Parameter], keys: Sequence[Any]) -> list[Bucket]:
+        cap = int(self.settings.bucket_mib * 2**20)
+        first = int(self.settings.first_bucket_mib * 2**20)
+        if self.stage > 1:
+            cap, first = max(cap // 2, 1), max(first // 2, 1)
+        layouts = pack_by_key(parameters, keys, cap_bytes=cap, first_cap_bytes=first)
+        shard = self._lane.shard
+        device = torch.device("cpu") if self.settings.offload == "cpu" else None
+        buckets = [
+            Bucket(
+                each,
+                shard.rank,
+                [parameters[slot.index] for slot in each.layout.slots],
+                wants_master=self.settings.parameter_wire is not Wire.FULL and each.layout.dtype.is_floating_point,
+                master_device=device,
+            )
+            for each in cut(layouts, shard.size, how=self.settings.partition)
+        ]
+        for bucket in buckets:
+            self._adopt_values(bucket)
+        self._buckets += buckets
+        self._gradients.adopt(buckets)
+        return buckets
+
+    def _adopt_values(self, bucket: Bucket) -> None:
+        bucket.adopt_values()
+
+    # -- one step --------------------------------------------------------------------------------------------------
+
+    @property
+    def agree_on_overflow(self) -> bool:
+        """Whether ranks tell each other of gradients that are not finite, so that a loss scaler skips on all of them."""
+        return self._gradients.agree_on_overflow
+
+    @agree_on_overflow.setter
+    def agree_on_overflow(self, agree: bool) -> None:
+        self._gradients.agree_on_overflow = agree
+
+    @override
+    def begin(self) -> None:
+        """A backward is about to run (or ought to). Local, unless parameters were added to an optimizer.
+
+        Raises:
+            ConfigError: a parameter was replaced, moved or added since the run was set up.
+        """
+        self._take_over()
+        self._check_unchanged()
+        self._gradients.begin()
+
+    def _check_unchanged(self) -> None:
+        for bucket in self._buckets:
+            if not bucket.unchanged():
+                moved = [self.names.get(id(p), "?") for p in bucket.parameters]
+                raise ConfigError(
+                    f"the memory of one of {', '.join(moved[:5])} was exchanged after the run was set up",
+                    where="the module",
+                    do="change parameters in place (`with torch.no_grad(): p.copy_(...)`), on every rank alike",
+                )
+        for name, parameter in self._module.named_parameters():
+            if id(parameter) not in self._known and parameter.requires_grad:
+                raise ConfigError(
+                    f"parameter {name!r} was added or replaced after the run was set up",
+                    where="the module",
+                    do="create parameters in __init__ or configure_model",
+                )
+
+    @override
+    def finish(self) -> None:
+        """Waits until this rank's share of every gradient is reduced. Collective over the data axes."""
+        self._gradients.finish()
+
+    @override
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it gradients pile up whole (stage 1, or `accumulation: whole`), or in the owned slices. Local, or not."""
+        with self._gradients.no_sync():
+            yield
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: OwnedOptimizer) -> None:
+        """Sends every rank the slices that the others have stepped. Collective over the shard axes."""
+        stepped = [bucket for bucket in optimizer.buckets if bucket.used]
+        futures = []
+        for bucket in stepped:
+            bucket.publish()
+            if bucket.values is not None:
+                futures.append(
+                    self._lane.submit(
+                        self._lane.shard.all_gather,
+                        bucket.values,
+                        bounds=bucket.cut.bounds,
+                        wire=self._parameter_wire(bucket),
+                    )
+                )
+        for future in futures:
+            future.result()
+        changed = [parameter for bucket in stepped for parameter in bucket.parameters]
+        torch.autograd.graph.increment_version(changed)
+
+    def _parameter_wire(self, bucket: Bucket) -> Wire:
+        return self.settings.parameter_wire if bucket.cut.layout.dtype.is_floating_point else Wire.FULL
+
+    def _after_clear(self, optimizer: OwnedOptimizer, set_to_none: bool) -> None:
+        self._gradients.clear(optimizer.buckets, set_to_none=set_to_none)
+
+    # -- where everything is ---------------------------------------------------------------------------------------
+
+    def _place(self, tensor: Tensor) -> tuple[Bucket, int] | None:
+        found = (optimizer.places.get(id(tensor)) for optimizer in self._optimizers)
+        return next((place for place in found if place is not None), None)
+
+    @override
+    def placement_of(self, parameter: Tensor) -> Placement | None:
+        """Of a piece: that of its parameter, cut to the span of elements that the piece holds. Local."""
+        if not isinstance(parameter, OwnedParameter):
+            return super().placement_of(parameter)
+        place = self._place(parameter)
+        whole = self.context.placements.get(self.names.get(id(parameter.whole), ""))
+        if place is None or whole is None:
+            return whole
+        piece = place[0].pieces[place[1]]
+        return replace(whole, flat=(piece.start, piece.stop), shard_axes=self._sharded(whole))
+
+    def _sharded(self, placement: Placement) -> tuple[str, ...]:
+        return (*(axis for axis in placement.shard_axes if axis not in self._shard_axes), *self._shard_axes)
+
+    @override
+    def norm_parts(self, tensors: Iterable[Tensor]) -> list[tuple[Placement, Tensor]]:
+        """As the base class's, with a zero per set of shard axes, since a rank may own no gradient at all. Local."""
+        found = list(tensors)
+        wholes = (self.context.placements.get(self.names.get(id(getattr(t, "whole", t)), "")) for t in found)
+        axes = dict.fromkeys(self._sharded(whole) for whole in wholes if whole is not None)
+        dtype = reduce(torch.promote_types, (t.dtype for t in found), torch.float32)  # the norm's, on every rank alike
+        zero = torch.zeros(1, dtype=dtype, device=self.context.device)
+        return [(Placement("", (1,), shard_axes=each), zero) for each in axes] + super().norm_parts(found)
+
+    def full_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """The reduced gradient of one of the module's parameters, whole, on every rank; None if it has none.
+
+        Collective over the shard axes; sends the gradient once around.
+        """
+        for bucket in self._buckets:
+            for index, (mine, owned) in enumerate(zip(bucket.parameters, bucket.owned_parameters, strict=True)):
+                if mine is parameter and owned is not None:
+                    shard = self._lane.shard
+                    has = torch.tensor([int(owned.grad is not None)], device=shard.device)
+                    self._lane.submit(shard.reduce_small, has, "max").result()
+                    if not int(has):
+                        return None
+                    dtype = bucket.state_dtype
+                    return self._lane.submit(
+                        gather_parameter, bucket, index, shard, local=owned.grad, dtype=dtype
+                    ).result()
+        return None
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    def _of(self, optimizer: Optimizer) -> OwnedOptimizer | None:
+        return next((each for each in self._optimizers if each.optimizer is optimizer), None)
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Whole, under the plain indices, on rank 0 of each shard row. Sends it once around, a tensor at a time."""
+        owned = self._of(optimizer)
+        if owned is None:
+            return super().optimizer_state(optimizer)
+        return self._lane.submit(gather_state, owned, self._lane.shard).result()
+
+    @override
+    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
+        """The inverse of `optimizer_state`, from any strategy's; every rank holds the whole state. Local."""
+        owned = self._of(optimizer)
+        if owned is None:
+            super().load_optimizer_state(optimizer, state)
+        else:
+            load_state(owned, state)
+
+    @override
+    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        super().load_module_state(module, state, strict=strict)
+        for bucket in self._buckets:
+            bucket.refresh()
+
+    # -- predictions -----------------------------------------------------------------------------------------------
+
+    @override
+    def wire_bytes_per_step(self) -> Mapping[str, float]:
+        """`(N-1)/N` of the gradient bytes and `(N-1)/N` of the parameter bytes over the shard axes (stage 3: parameters
+        twice); over `dp_replicate`, of R groups, `2 (R-1)/R` of this rank's share of the gradients."""
+        n, r = self._lane.shard.size, self._lane.replicate.size
+        gradients = parameters = owned = 0.0
+        for bucket in self._buckets:
+            if not any(parameter.requires_grad for parameter in bucket.parameters):
+                continue
+            dtype = bucket.cut.layout.dtype
+            reduced = wire_format(dtype, op=Op.MEAN, wire=self.settings.gradient_wire, n=n)
+            gathered = wire_format(dtype, op=None, wire=self._parameter_wire(bucket), n=n)
+            gradients += reduced.num_bytes(bucket.numel)
+            parameters += self._gathers_per_step(bucket) * gathered.num_bytes(bucket.numel)
+            owned += reduced.num_bytes(bucket.span[1] - bucket.span[0])
+        predicted = {self._lane.shard.axis: (n - 1) / n * (gradients + parameters)}
+        if r > 1:
+            predicted[self._lane.replicate.axis] = 2 * (r - 1) / r * owned
+        return predicted
+
+    def _gathers_per_step(self, bucket: Bucket) -> int:
+        return 1
+
+    @override
+    def held_bytes(self) -> Mapping[str, int]:
+        """Parameters and gradients by the table above, between two steps; masters count as parameters."""
+        divided = {id(parameter) for bucket in self._buckets for parameter in bucket.parameters}
+        rest = [p for p in unique(self._module.parameters()) if id(p) not in divided]
+        parameters = sum(p.numel() * p.dtype.itemsize for p in rest)
+        gradients = sum(p.numel() * p.dtype.itemsize for p in rest if p.requires_grad)
+        for bucket in self._buckets:
+            mine, layout = bucket.span[1] - bucket.span[0], bucket.cut.layout
+            whole = self.stage < 3 or bucket.values is not None
+            parameters += layout.num_bytes if whole else mine * layout.dtype.itemsize
+            parameters += mine * bucket.state_dtype.itemsize if bucket.has_master else 0
+            if any(parameter.requires_grad for parameter in bucket.parameters):
+                gradients += layout.num_bytes if self.stage == 1 else mine * bucket.state_dtype.itemsize
+                gradients += mine * bucket.state_dtype.itemsize if self.stage == 1 and bucket.has_master else 0
+        return {"parameters": parameters, "gradients": gradients}
+
+    # -- end -------------------------------------------------------------------------------------------------------
+
+    @override
+    def close(self) -> None:
+        """Gives the module plain parameters and the optimizers plain groups (without state), and ends the threads."""
+        self._gradients.close()
+        for optimizer in self._optimizers:
+            optimizer.restore()
+        for bucket in self._buckets:
+            bucket.release_module()
+        self._optimizers, self._buckets = [], []
+        for lane in self._lanes:
+            lane.close()
+        self._lanes = []
+
+    @override
+    def abort(self) -> None:
+        """As `close`, but first wakes the threads if they wait for a peer."""
+        for lane in self._lanes:
+            lane.abort()
+        self.close()
+
+
+@final
+class Zero1(Zero):
+    """Stage 1: the optimizer's state is divided.
+
+    Bytes per parameter with float32 Adam `8 + 8/N`. Per rank and optimizer step it sends `2 (N-1)/N` times the parameter
+    bytes, whatever the accumulation. Source: ZeRO (arXiv 1910.02054), with the reduce-scatter of its later revision.
+    """
+
+    stage: ClassVar[int] = 1
+
+
+@final
+class Zero2(Zero):
+    """Stage 2: gradients and the optimizer's state are divided.
+
+    Bytes per parameter with float32 Adam `4 + 12/N`. Per rank and optimizer step it sends `2 (N-1)/N` times the parameter
+    bytes; with `accumulation: partition` and A micro-batches `(A+1) (N-1)/N`. While backward runs, gradients take no more
+    than this rank's share plus `bucket_mib` (plus what autograd itself is about to hand over; a gradient larger than
+    half of `bucket_mib` counts twice instead). Source: arXiv 1910.02054.
+    """
+
+    stage: ClassVar[int] = 2

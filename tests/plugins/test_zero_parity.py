@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Every stage and both partitions against one process, in float64, with clipping, weight decay and momentum."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from stratagem.plugins.zero import Zero1, Zero2, ZeroSettings
+from stratagem.testing import assert_replicas_equal
+from tests.plugins import zero_cases as cases
+
+STAGES = {"zero_1": Zero1, "zero_2": Zero2}
+SETTINGS = {
+    "flat": ZeroSettings(),
+    "flat_tiny_buckets": ZeroSettings(bucket_mib=4e-4, first_bucket_mib=1e-4),
+    "parameter": ZeroSettings(partition="parameter", bucket_mib=2e-3),
+    "no_overlap": ZeroSettings(overlap=False, bucket_mib=1e-3),
+}
+
+
+@pytest.mark.ranks(1, 2, 3, 4)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("settings", SETTINGS)
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw"])
+def test_a_run_is_that_of_one_process(stage: str, settings: str, optimizer: str) -> None:
+    make = getattr(cases, optimizer)
+    module, reference = cases.awkward(), cases.awkward()
+    if dist.get_rank():
+        with torch.no_grad():
+            for p in module.parameters():
+                p.add_(1.0)  # rank 0's values reach everyone
+    zero, here = STAGES[stage](SETTINGS[settings]), cases.context()
+    zero.apply(module, here)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    losses, norms, _ = cases.train(module, make, zero, here)
+    expected, expected_norms, _ = cases.train(reference, make)
+    total = torch.tensor(losses, dtype=torch.float64)
+    dist.all_reduce(total)
+    torch.testing.assert_close(
+        total / dist.get_world_size(), torch.tensor(expected, dtype=torch.float64), rtol=1e-10, atol=0
+    )
+    torch.testing.assert_close(torch.tensor(norms), torch.tensor(expected_norms), rtol=1e-6, atol=0)
+    assert max(norms) > cases.CLIP
+    cases.assert_same_parameters(module, reference)
+    assert_replicas_equal(module)
+    assert torch.equal(module.unused.weight, before["unused.weight"])  # neither decayed nor stepped
+    assert torch.equal(module.frozen.weight, before["frozen.weight"])
+    zero.close()
+    here.close()
+
+
+@pytest.mark.ranks(2, 3)
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("accumulation", ["partition", "whole"])
+@pytest.mark.parametrize("partition", ["flat", "parameter"])
+def test_micro_batches_add_up(stage: str, accumulation: str, partition: str) -> None:
+    module, reference = cases.awkward(), cases.awkward()
+    settings = ZeroSettings(bucket_mib=1e-3, accumulation=accumulation, partition=partition)
+    zero, here = STAGES[stage](settings), cases.context()
+    zero.apply(module, here)
+    cases.train(module, cases.sgd, zero, here, micro_batches=3)
+    cases.train(reference, cases.sgd, micro_batches=3)
+    cases.assert_same_parameters(module, reference)
+    zero.close()
+    here.close()
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("stage", STAGES)
+def test_groups_of_ranks_may_each_divide_a_replica(stage: str) -> None:
+    module, reference = cases.awkward(), cases.awkward()
+    zero, here = STAGES[stage](ZeroSettings(bucket_mib=1e-3)), cases.context(replicas=2)
+    zero.apply(module, here)
+    cases.train(module, cases.sgd, zero, here)
+    cases.train(reference, cases.sgd)
+    cases.assert_same_parameters(module, reference)
+    assert_replicas_equal(module)
+    zero.close()
+    here.close()

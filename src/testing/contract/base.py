@@ -13,7 +13,7 @@ import pytest
 from lightning.pytorch.strategies import Strategy
 
 from stratagem.testing.contract.runs import Gangs
-from stratagem.testing.contract.subject import CAPABILITIES, Capability, Lacks, Refuses, Subject
+from stratagem.testing.contract.subject import CAPABILITIES, NO_SKIPPED_STEPS, Capability, Lacks, Refuses, Subject
 
 on_each_world_size = pytest.mark.parametrize("num_ranks", (1, 2, 3, 4), ids=lambda number: f"{number}ranks")
 """Makes one test of each number of ranks; those that the subject does not claim are skipped by the fixture `subject`."""
@@ -31,7 +31,7 @@ class ContractBase:
     supports_unused_parameters: ClassVar[Capability] = True
     supports_sync_batchnorm: ClassVar[Capability] = True
     supports_uneven_batches: ClassVar[Capability] = True
-    supports_skipped_steps: ClassVar[Capability] = True
+    supports_skipped_steps: ClassVar[Capability] = NO_SKIPPED_STEPS
     supports_naming_the_peer: ClassVar[Capability] = True
     supports_bounded_hang: ClassVar[Capability] = True
 

@@ -55,7 +55,9 @@ class FailureContract(ContractBase):
     def test_a_rank_that_is_killed(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
         """The others are told by the closed connection, not by a timeout."""
         fault = Fault("kill", _CULPRIT, _STEP, "before_backward")
-        failures = _fail(gangs, subject, num_ranks, (fault,), _PATIENT, grace=_SOON, dies={_CULPRIT: -9}, deadline=2 * _SOON)
+        failures = _fail(
+            gangs, subject, num_ranks, (fault,), _PATIENT, grace=_SOON, dies={_CULPRIT: -9}, deadline=2 * _SOON
+        )
         assert _CULPRIT not in failures, failures[_CULPRIT].summary
         _assert_others_say_why(subject, failures, num_ranks)
 
@@ -114,5 +116,3 @@ def _assert_others_say_why(subject: Subject, failures: dict[int, RankFailure], n
         assert peers, f"rank {rank} names no peer: {text}"
         named |= peers
     assert _CULPRIT in named, f"nobody names rank {_CULPRIT}: {[str(failures[rank].exception) for rank in others]}"
-
-

@@ -137,7 +137,9 @@ class FingerprintContract(ContractBase):
             right = found.sent[(rank + 1) % num_ranks]
             assert total - right <= _EXACT * total, f"{where} sent {found.sent} bytes to ranks 0, 1, ...: not a ring"
 
-    def _check_memory(self, where: str, subject: Subject, small: Fingerprint, large: Fingerprint, num_ranks: int) -> None:
+    def _check_memory(
+        self, where: str, subject: Subject, small: Fingerprint, large: Fingerprint, num_ranks: int
+    ) -> None:
         for found in (small, large):
             formulas = self._held_formulas(subject, found, num_ranks)
             assert formulas, (

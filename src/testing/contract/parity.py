@@ -153,7 +153,9 @@ def close(found: Sequence[float | None], expected: Sequence[float | None], toler
     assert len(found) == len(expected), f"{what}: {len(found)} of them, not {len(expected)}"
     for place, (mine, theirs) in enumerate(zip(found, expected, strict=True)):
         distance = _distance([mine], [theirs])
-        assert distance <= tolerance, f"{what}: number {place} is {mine}, not {theirs} (off by {distance:.1e} relatively)"
+        assert distance <= tolerance, (
+            f"{what}: number {place} is {mine}, not {theirs} (off by {distance:.1e} relatively)"
+        )
 
 
 def close_states(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float, what: str) -> None:
@@ -171,7 +173,9 @@ def assert_replicas(many: Sequence[Record], kinds: Iterable[str], *, what: str) 
         first = next(n for n, other in enumerate(many) if other.model_part == record.model_part)
         keys = dict.fromkeys([*many[first].digests, *record.digests])
         other = [k for k in keys if k.startswith(prefixes) and many[first].digests.get(k) != record.digests.get(k)]
-        assert not other, f"{what}: rank {rank} is no replica of rank {first}: {', '.join(other[:5])} ({len(other)} in all)"
+        assert not other, (
+            f"{what}: rank {rank} is no replica of rank {first}: {', '.join(other[:5])} ({len(other)} in all)"
+        )
 
 
 def _distance(found: Sequence[float | None], expected: Sequence[float | None]) -> float:

@@ -287,22 +287,25 @@ def model_part(trainer: Trainer) -> tuple[int, ...]:
 def gradient_norm(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> float:
     """The 2-norm of the gradient of everything that `optimizer` steps, each element of the model counted once.
 
-    Recomputed here in float64, from `.grad` and from where placements say that its elements lie. Collective over the world
-    where something is sharded; it moves one number.
+    Recomputed here in float64, from `.grad` of what the optimizer holds (a technique may have put pieces of parameters in
+    its groups) and from where placements say that its elements lie. Collective over the world; it moves one number.
     """
-    mine = {id(p) for group in optimizer.param_groups for p in group["params"]}
-    shared, divided, context = 0.0, 0.0, getattr(trainer.strategy, "context", None)
-    for name, parameter in module.named_parameters():
-        if id(parameter) not in mine or parameter.grad is None:
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    context, data = getattr(trainer.strategy, "context", None), getattr(trainer.strategy, "_data", None)
+    shared, divided = 0.0, 0.0
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        if parameter.grad is None:
             continue
         square = float(parameter.grad.detach().double().square().sum())
-        place = context.placements.get(name) if context is not None else None
+        place = context.placements.get(names.get(id(parameter), "")) if context is not None else None
+        if place is None and data is not None:
+            place = data.placement_of(parameter)
         if place is None or not place.shard_axes:
             shared += square
         else:
             copies = math.prod(size for axis, size in context.shape.sizes.items() if axis not in place.shard_axes)
             divided += square / copies
-    if context is not None and any(place.shard_axes for place in context.placements.values()):
+    if context is not None and context.shape.size > 1:
         total = torch.tensor(divided, dtype=torch.float64)
         dist.all_reduce(total)
         divided = float(total)

@@ -51,6 +51,8 @@ class Lacks:
 Capability = Literal[True] | Refuses | Lacks
 """`True`, or why not. A bare `False` is no answer."""
 
+NO_SKIPPED_STEPS = Refuses("Lightning 2.6 itself raises where a training step returns None on more than one rank")
+
 Precision = Literal["32-true", "bf16-mixed", "bf16-true", "64-true"]
 
 
@@ -86,7 +88,7 @@ class Subject:
     unused_parameters: Capability = True
     sync_batchnorm: Capability = True
     uneven_batches: Capability = True
-    skipped_steps: Capability = True
+    skipped_steps: Capability = NO_SKIPPED_STEPS
     naming_the_peer: Capability = True
     bounded_hang: Capability = True
     precisions: tuple[Precision, ...] = ("32-true", "bf16-mixed", "bf16-true", "64-true")

@@ -310,9 +310,8 @@ class GPT(nn.Module):
             elif isinstance(module, nn.Linear | nn.Embedding) and not (module is self.lm_head and self._is_tied()):
                 scale = math.sqrt(2 * self.config.num_layers) if name.endswith(("o_proj", "down_proj")) else 1.0
                 generator = torch.Generator(device="cpu").manual_seed(derive_seed(self.init_seed, name))
-                # Drawn on the CPU and in at least float32, so that the values depend on neither device nor dtype.
-                dtype = torch.promote_types(module.weight.dtype, torch.float32)
-                values = torch.empty(module.weight.shape, dtype=dtype, device="cpu")
+                # Drawn on the CPU and in float32, so that the values depend on neither device nor dtype.
+                values = torch.empty(module.weight.shape, dtype=torch.float32, device="cpu")
                 module.weight.copy_(values.normal_(0.0, 0.02 / scale, generator=generator))
 
     def generate(

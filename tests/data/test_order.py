@@ -34,7 +34,7 @@ def test_global_batch_is_the_same_rows_in_the_same_order_for_any_number_of_ranks
         rows: list[int] = []
         for rank, order in enumerate(ranks):
             start, stop = order.rows(step)
-            assert start < stop, "every rank has a row"
+            assert stop - start == max(order.size(step), 1), "a rank without rows of its own repeats one"
             assert all(other.size(step, rank) == order.size(step) for other in ranks), "all ranks agree on the sizes"
             rows += range(start, stop) if order.size(step) else ()
         assert rows == list(range(*alone.rows(step)))
@@ -86,6 +86,7 @@ def test_evaluation_sees_every_sample_once_in_as_many_batches_on_every_rank(
         for step in range(order.num_batches):
             start, stop = order.rows(step)
             assert 0 <= start < stop <= num_samples
+            assert stop - start == max(order.size(step), 1)
             seen += range(start, stop) if order.size(step) else ()
         if num_samples >= num_replicas and (batch_size > 1 or num_samples % num_replicas == 0):
             assert min(sizes) > 0, "no filler where the arithmetic allows none"

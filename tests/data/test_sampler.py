@@ -70,6 +70,16 @@ def test_plain_torch_samplers_are_read_for_their_length_and_shuffling() -> None:
     assert list(shuffled) == list(OrderedBatchSampler(23, batch_size=23, shuffle=True, seed=1)) != [DATA]
 
 
+def _random_state() -> tuple[Any, ...]:
+    return torch.get_rng_state().tolist(), random.getstate(), np.random.get_state()[1].tolist()
+
+
+def _as_process(rank: int) -> tuple[Any, ...]:
+    """Gives the random generators the state of another process."""
+    torch.manual_seed(rank), random.seed(rank), np.random.seed(rank)
+    return _random_state()
+
+
 class _PythonSampler(Sampler[int]):
     """A user's sampler that draws from Python's and numpy's random state."""
 
@@ -93,23 +103,22 @@ class _PythonSampler(Sampler[int]):
 )
 def test_any_other_sampler_is_drawn_alike_on_all_ranks_and_leaves_random_state_alone(make: Any) -> None:
     samplers = []
-    for rank in range(2):  # each rank has a random state of its own, as two processes have
-        torch.manual_seed(rank), random.seed(rank), np.random.seed(rank)
+    for rank in range(2):
+        _as_process(rank)
         samplers.append(OrderedBatchSampler(make(), batch_size=4, split="global", num_replicas=2, rank=rank, seed=3))
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
     epochs = []
     for epoch in range(2):
         drawn = []
         for sampler in samplers:
+            before = _as_process(sampler.rank)
             sampler.set_epoch(epoch)
             drawn.append([sampler.indices(step) for step in range(len(sampler))])
+            assert _random_state() == before
         alone = OrderedBatchSampler(make(), batch_size=4, split="global", seed=3)
         alone.set_epoch(epoch)
         assert [a + b for a, b in zip(*drawn, strict=True)] == list(alone)
         epochs.append(list(alone))
     assert epochs[0] != epochs[1], "each epoch is drawn anew"
-    assert before[1:] == (random.getstate(), np.random.get_state()[1].tolist())
-    assert torch.equal(before[0], torch.get_rng_state())
 
 
 class _ByLength(Sampler[list[int]]):

@@ -198,15 +198,56 @@ def test_it_computes_in_the_dtype_of_its_parameters(dtype: torch.dtype) -> None:
     assert {parameter.dtype for parameter in GPT(SMALL).parameters()} == {dtype}
 
 
-def test_low_precision_starts_from_the_same_values() -> None:
-    torch.manual_seed(1)
-    torch.set_default_dtype(torch.float32)
-    wide = GPT(SMALL)
-    torch.manual_seed(1)
-    torch.set_default_dtype(torch.bfloat16)
-    narrow = GPT(SMALL)
-    for (name, one), other in zip(wide.named_parameters(), narrow.parameters(), strict=True):
-        assert torch.equal(one.to(torch.bfloat16), other), name
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_every_precision_starts_from_the_same_values(dtype: torch.dtype) -> None:
+    models = []
+    for built_in in (torch.float32, dtype):
+        torch.manual_seed(1)
+        torch.set_default_dtype(built_in)
+        models.append(GPT(SMALL))
+    for (name, one), other in zip(models[0].named_parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one.to(dtype), other), name
+
+
+def test_no_two_modules_start_from_the_same_values() -> None:
+    first, second = GPT(SMALL).blocks
+    assert not torch.equal(first.attention.q_proj.weight, second.attention.q_proj.weight)
+    assert not torch.equal(first.ffn.gate_proj.weight, first.ffn.up_proj.weight)
+
+
+def test_with_the_weights_of_a_llama_it_is_that_llama() -> None:
+    transformers = pytest.importorskip("transformers", reason="an extra")
+    config = transformers.LlamaConfig(
+        vocab_size=50,
+        hidden_size=32,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        rms_norm_eps=SMALL.norm_eps,
+        rope_theta=SMALL.rope_theta,
+        initializer_range=0.3,
+    )
+    llama, ours = transformers.LlamaForCausalLM(config), GPT(dataclasses.replace(SMALL, tie_embeddings=False))
+    parts = {
+        "blocks": "model.layers",
+        "embed_tokens": "model.embed_tokens",
+        "attention.": "self_attn.",
+        "attention_norm": "input_layernorm",
+        "ffn_norm": "post_attention_layernorm",
+        "ffn.": "mlp.",
+    }
+
+    def theirs(name: str) -> str:
+        for mine, other in parts.items():
+            name = name.replace(mine, other)
+        return name.replace("norm.", "model.norm.", 1) if name.startswith("norm.") else name
+
+    weights = llama.state_dict()
+    ours.load_state_dict({name: weights[theirs(name)] for name in ours.state_dict()})
+    tokens = _tokens(2, 16)
+    # Transformers computes norms and rotary angles in float32, whatever the model's dtype.
+    torch.testing.assert_close(ours(tokens), llama(tokens).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_plans_name_every_layer_that_can_be_cut_and_no_other() -> None:

@@ -28,7 +28,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch.utilities import rank_zero_only
 
 import stratagem
-from stratagem.errors import CommunicationError, ConfigError, UserError
+from stratagem.errors import CommunicationError, ConfigError, RankError, UserError
 from stratagem.registry import near
 
 RUN_VERBS = {
@@ -112,7 +112,8 @@ def _dispatch(words: list[str]) -> int:
 def _report(error: Exception, command: str, show_traceback: bool) -> int:
     """Say what went wrong, on stderr and from one rank only; returns the exit code."""
     users_fault = isinstance(error, UserError | MisconfigurationException)
-    if show_traceback or not isinstance(error, UserError | MisconfigurationException | CommunicationError):
+    tells_all = users_fault or isinstance(error, CommunicationError | RankError)
+    if show_traceback or not tells_all:
         traceback.print_exception(error)
     elif not getattr(rank_zero_only, "rank", 0):
         print(f"{command}: {error}", file=sys.stderr)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from stratagem.errors import ConfigError
+from stratagem.testing import preload
 from stratagem.testing.ranks import SCALE_VARIABLE, HarnessError, RanksFailed, run_ranks
 
 _SHORT = timedelta(seconds=0.5)
@@ -192,8 +193,8 @@ def test_ranks_that_hang_are_ended_at_the_deadline_and_say_where() -> None:
     line = _hang_in_recv.__code__.co_firstlineno + 2
     started = time.monotonic()
     with pytest.raises(RanksFailed, match=r"3 of 3 ranks failed; rank \d first: still running after") as caught:
-        run_ranks(3, _hang_in_recv, deadline=timedelta(seconds=1))
-    assert time.monotonic() - started < 4
+        run_ranks(3, _hang_in_recv, deadline=timedelta(seconds=2))
+    assert time.monotonic() - started < 10
     details = [caught.value.failures[rank].details for rank in range(3)]
     assert f'test_ranks.py", line {line} in _hang_in_recv' in details[0]
     assert "in recv" in details[0]
@@ -211,8 +212,8 @@ def _hang_after_a_failure() -> None:
 def test_the_first_failure_leaves_the_others_the_grace_period_only() -> None:
     started = time.monotonic()
     with pytest.raises(RanksFailed, match="rank 1 first: ValueError: the cause") as caught:
-        run_ranks(2, _hang_after_a_failure, deadline=timedelta(seconds=50), grace=_SHORT)
-    assert 0.5 <= time.monotonic() - started < 10
+        run_ranks(2, _hang_after_a_failure, deadline=timedelta(seconds=50), grace=timedelta(seconds=1))
+    assert 1 <= time.monotonic() - started < 10
     assert "in _hang_after_a_failure" in caught.value.failures[0].details
 
 
@@ -391,7 +392,7 @@ if __name__ == "__main__":
 def test_ranks_and_what_they_started_end_with_a_parent_that_is_killed(tmp_path: Path) -> None:
     parent = subprocess.Popen([sys.executable, "-c", _PARENT, str(tmp_path)])
     try:
-        assert _wait_until(lambda: len(_started(tmp_path)) == 2, 60)
+        assert _wait_until(lambda: len(_started(tmp_path)) == 2, 120)
         parent.kill()
         assert _wait_until(lambda: not any(_alive(pid) for pid in _started(tmp_path)))
     finally:
@@ -408,33 +409,34 @@ def test_a_module_that_was_not_inherited_is_a_failure_of_the_harness() -> None:
         run_ranks(1, _rank, group=False, modules=["mailbox"])
 
 
-_BROKEN = """
-import multiprocessing, sys
-from stratagem.testing.ranks import run_ranks, HarnessError
+def test_a_preload_that_fails_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preload, "_PID", -1)  # as if this process were a fork of the one that loaded it
+    monkeypatch.setattr(preload, "_LOADED", set())
+    monkeypatch.setattr(preload, "_FAILED", {})
+    preload._load(["json", "no_such_module"], preload._FAILED)
+    missing = preload.missing(["json", "no_such_module"])
+    assert list(missing) == ["no_such_module"]
+    assert "No module named 'no_such_module'" in missing["no_such_module"]
+
+
+_EARLY = """
+import operator
+from multiprocessing import forkserver
+from stratagem.testing.ranks import HarnessError, run_ranks
 if __name__ == "__main__":
-    if sys.argv[1] == "absent":
-        modules = ["no_such_module"]
-    else:
-        from multiprocessing import forkserver
-        forkserver.ensure_running()
-        modules = []
-    import operator
+    forkserver.ensure_running()
     try:
-        run_ranks(1, operator.add, modules=modules)
+        run_ranks(1, operator.add)
     except HarnessError as error:
         print(error)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("how", "said"),
-    [("absent", "No module named 'no_such_module'"), ("early", "it was started by other code")],
-)
-def test_a_preload_that_fails_says_why(how: str, said: str) -> None:
-    command = [sys.executable, "-c", _BROKEN, how]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    assert said in result.stdout, result
+def test_a_server_that_other_code_has_started_is_a_failure_of_the_harness() -> None:
+    command = [sys.executable, "-c", _EARLY]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, check=True)
+    assert "torch was not inherited: the fork server imported nothing: it was started by other code" in result.stdout
 
 
 def test_slow_machines_scale_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:

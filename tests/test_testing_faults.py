@@ -63,7 +63,7 @@ def test_a_rank_is_killed_at_its_step_and_the_other_is_told(tmp_path: Path) -> N
 def test_a_rank_hangs_at_its_step(tmp_path: Path) -> None:
     faults = Faults().hang_at(rank=0, step=3, moment="after_step")
     with pytest.raises(RanksFailed) as caught:
-        run_ranks(2, _fit, {"path": tmp_path, "faults": faults}, deadline=timedelta(seconds=4))
+        run_ranks(2, _fit, {"path": tmp_path, "faults": faults}, deadline=timedelta(seconds=6))
     assert "in _happen" in caught.value.failures[0].details
     assert _steps(tmp_path, 0) == [1, 2, 3, 4]
 

@@ -81,7 +81,7 @@ def test_options_of_the_marker_reach_the_gang(pytester: pytest.Pytester) -> None
         def test_no_group():
             assert not dist.is_initialized()
 
-        @pytest.mark.ranks(1, deadline=timedelta(seconds=0.4))
+        @pytest.mark.ranks(1, deadline=timedelta(seconds=1.5))
         def test_hangs():
             time.sleep(3600)
         """.replace("\n        ", "\n"),

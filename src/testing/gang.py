@@ -112,6 +112,7 @@ class Gang:
     def run(self, deadline: timedelta, grace: timedelta) -> None:
         """Start all ranks and wait until each has ended or hangs."""
         self._start()
+        self.started = time.monotonic()  # not before: the first gang waits for the server's imports
         end = self.started + deadline.total_seconds()
         failed = False
         while running := [number for number, rank in enumerate(self.ranks) if rank.exitcode is None]:

@@ -67,6 +67,8 @@ class Gradients:
         self._handles: list[RemovableHandle] = []
         self._reduces, self._pending, self._callback_queued, self._next = True, False, False, 0
         self._in_window = False
+        self.num_reductions = 0
+        """Backward passes that were reduced, since the start."""
         self._futures: list[Future[None]] = []
 
     @property
@@ -239,6 +241,7 @@ class Gradients:
         if not self._pending:
             return
         self._pending = False
+        self.num_reductions += 1
         try:
             for bucket in self.buckets[self._next :]:
                 self._check_promise(bucket)

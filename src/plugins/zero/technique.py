@@ -65,6 +65,8 @@ class Zero(DataTechnique, ABC):
         self._optimizers: list[OwnedOptimizer] = []
         self._buckets: list[Bucket] = []
         self._lanes: list[Lane] = []
+        self._reduced, self._window = 0, 1
+        """Reductions until the last optimizer step, and between the last two."""
 
     # -- start -----------------------------------------------------------------------------------------------------
 
@@ -218,6 +220,8 @@ class Zero(DataTechnique, ABC):
     @torch.no_grad()
     def _after_step(self, optimizer: OwnedOptimizer) -> None:
         """Sends every rank the slices that the others have stepped. Collective over the shard axes."""
+        done, self._reduced = self._reduced, self._gradients.num_reductions
+        self._window = max(self._reduced - done, 1)
         stepped = [bucket for bucket in optimizer.buckets if bucket.used]
         futures = []
         for bucket in stepped:
@@ -325,7 +329,8 @@ class Zero(DataTechnique, ABC):
     @override
     def wire_bytes_per_step(self) -> Mapping[str, float]:
         """`(N-1)/N` of the gradient bytes and `(N-1)/N` of the parameter bytes over the shard axes (stage 3: parameters
-        twice); over `dp_replicate`, of R groups, `2 (R-1)/R` of this rank's share of the gradients."""
+        twice); over `dp_replicate`, of R groups, `2 (R-1)/R` of this rank's share of the gradients. Gradients count once
+        per reduction of the last optimizer step: see `ZeroSettings.accumulation`."""
         n, r = self._lane.shard.size, self._lane.replicate.size
         gradients = parameters = owned = 0.0
         for bucket in self._buckets:
@@ -334,9 +339,9 @@ class Zero(DataTechnique, ABC):
             dtype = bucket.cut.layout.dtype
             reduced = wire_format(dtype, op=Op.MEAN, wire=self.settings.gradient_wire, n=n)
             gathered = wire_format(dtype, op=None, wire=self._parameter_wire(bucket), n=n)
-            gradients += reduced.num_bytes(bucket.numel)
+            gradients += self._window * reduced.num_bytes(bucket.numel)
             parameters += self._gathers_per_step(bucket) * gathered.num_bytes(bucket.numel)
-            owned += reduced.num_bytes(bucket.span[1] - bucket.span[0])
+            owned += self._window * reduced.num_bytes(bucket.span[1] - bucket.span[0])
         predicted = {self._lane.shard.axis: (n - 1) / n * (gradients + parameters)}
         if r > 1:
             predicted[self._lane.replicate.axis] = 2 * (r - 1) / r * owned
@@ -347,11 +352,15 @@ class Zero(DataTechnique, ABC):
 
     @override
     def held_bytes(self) -> Mapping[str, int]:
-        """Parameters and gradients by the table above, between two steps; masters count as parameters."""
+        """Parameters and gradients by the table above, between backward and step; masters count as parameters.
+
+        `optimizer` is one moment of the optimizer's state, of which Adam has two.
+        """
         divided = {id(parameter) for bucket in self._buckets for parameter in bucket.parameters}
         rest = [p for p in unique(self._module.parameters()) if id(p) not in divided]
         parameters = sum(p.numel() * p.dtype.itemsize for p in rest)
         gradients = sum(p.numel() * p.dtype.itemsize for p in rest if p.requires_grad)
+        moment = 0
         for bucket in self._buckets:
             mine, layout = bucket.span[1] - bucket.span[0], bucket.cut.layout
             whole = self.stage < 3 or bucket.values is not None
@@ -360,7 +369,8 @@ class Zero(DataTechnique, ABC):
             if any(parameter.requires_grad for parameter in bucket.parameters):
                 gradients += layout.num_bytes if self.stage == 1 else mine * bucket.state_dtype.itemsize
                 gradients += mine * bucket.state_dtype.itemsize if self.stage == 1 and bucket.has_master else 0
-        return {"parameters": parameters, "gradients": gradients}
+                moment += mine * bucket.state_dtype.itemsize
+        return {"parameters": parameters, "gradients": gradients, "optimizer": moment}
 
     # -- end -------------------------------------------------------------------------------------------------------
 

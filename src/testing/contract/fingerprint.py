@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Item 3 of the contract: a technique is what it sends and what it holds.
 
-Sent bytes are the kernel's count of what left this rank's sockets; held bytes are unique storages. Both are compared with the
-formula of the technique and, where the contract's user knows better, with a formula of the user's own. So a name that is an
-alias of another technique fails, whatever it says about itself.
+Sent bytes are the kernel's count of what left this rank's sockets; held bytes are unique storages. Both are compared with
+the formula of the technique and, where the contract's user knows better, with a formula of the user's own. So a name that
+is an alias of another technique fails, whatever it says about itself.
 
     step 0          sockets open, buckets are laid out: not counted
     step 1, 2       counted, from the start of a batch to the end of its optimizer step
     before step 2   gradients are complete: what is held is counted
 
-Each kind of held bytes must be that of the formula. Beyond it, nothing may grow with the model: the bytes of all tensors
-that live, in a small model and in a large one, differ by no more than the formula does.
+Each kind of held bytes must be that of the formula. Beyond it, nothing may grow with the model: the bytes of all live
+tensors, in a small model and in a large one, differ by no more than the formula does.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar, final
 
-import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
 from torch import Tensor
@@ -103,12 +102,12 @@ class FingerprintContract(ContractBase):
         return None
 
     def expected_held_bytes(self, subject: Subject, facts: ModelFacts, num_ranks: int) -> Mapping[str, float] | None:
-        """Bytes that a rank holds by kind, `parameters`, `gradients` and `optimizer` (the momentum of SGD); or None, as above."""
+        """Bytes that a rank holds, by kind: `parameters`, `gradients`, `optimizer` (SGD's momentum); or None, as above."""
         return None
 
     @on_each_world_size
     def test_bytes_are_those_of_the_formula(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
-        """Sent: by the kernel's count, to the right neighbour, however much is accumulated. Held: by unique storages."""
+        """Sent: by the kernel's count, to the right neighbour, whatever the accumulation. Held: by unique storages."""
         accumulations = (1, 4) if subject.accumulation is True else (1,)
         kwargs = {"subject": subject, "accumulations": accumulations}
         per_rank: list[list[Fingerprint]] = gangs.run(num_ranks, measure_all, kwargs, deadline=timedelta(seconds=90))
@@ -143,7 +142,8 @@ class FingerprintContract(ContractBase):
         for found in (small, large):
             formulas = self._held_formulas(subject, found, num_ranks)
             assert formulas, (
-                f"{where} states no held bytes. Give the contract an `expected_held_bytes`, or the strategy a DataTechnique."
+                f"{where} states no held bytes. Give the contract an `expected_held_bytes`, "
+                "or the strategy a DataTechnique."
             )
             for source, formula in formulas.items():
                 for kind, num_bytes in formula.items():
@@ -163,7 +163,10 @@ class FingerprintContract(ContractBase):
 
 
 def measure_all(subject: Subject, accumulations: Sequence[int]) -> list[Fingerprint]:
-    """The body of every rank: on sockets with each accumulation, then as usual with a small and a large model. Collective."""
+    """The body of every rank: on sockets with each accumulation, then as usual with a small and a large model.
+
+    Collective.
+    """
     on_sockets, as_usual = Build(transport="p2p"), Build()
     wires = [measure(subject, accumulate, on_sockets) for accumulate in accumulations]
     return [*wires, measure(subject, 1, as_usual, num_layers=2), measure(subject, 1, as_usual, num_layers=6)]
@@ -201,9 +204,11 @@ class _Meter(Callback):
     @override
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer) -> None:
         if trainer.global_step == _LAST:
+            stepped = [p for group in optimizer.param_groups for p in group["params"]]  # perhaps pieces of parameters
+            tensors = [*pl_module.parameters(), *stepped]
             self.found.held = {
-                "parameters": held_bytes([p.detach() for p in pl_module.parameters()]),
-                "gradients": held_bytes([p.grad.detach() for p in pl_module.parameters() if p.grad is not None]),
+                "parameters": held_bytes([p.detach() for p in tensors]),
+                "gradients": held_bytes([p.grad.detach() for p in tensors if p.grad is not None]),
                 "optimizer": held_bytes([_tensors(state) for state in optimizer.state.values()]),
             }
             self.found.live = live_tensor_bytes() - self._live_before

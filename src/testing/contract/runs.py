@@ -5,8 +5,8 @@
       train(gangs, subject, case, runs) ---->  fit(...)   a plain Trainer, a plain loader, one recording callback
       [[Record of run 0, ...] per rank] <----
 
-The same function trains the reference, on one rank with Lightning's single-device strategy. Nothing here asks the strategy
-under test for a number that the contract then believes: losses, gradients and states are read off the module itself.
+The same function trains the reference, on one rank with Lightning's single-device strategy. Nothing here asks the
+strategy under test for a number that the contract then believes: losses, gradients and states are read off the module.
 """
 
 from __future__ import annotations
@@ -287,8 +287,8 @@ def model_part(trainer: Trainer) -> tuple[int, ...]:
 def gradient_norm(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> float:
     """The 2-norm of the gradient of everything that `optimizer` steps, each element of the model counted once.
 
-    Recomputed here in float64, from `.grad` of what the optimizer holds (a technique may have put pieces of parameters in
-    its groups) and from where placements say that its elements lie. Collective over the world; it moves one number.
+    Recomputed here in float64, from `.grad` of what the optimizer holds (a technique may have put pieces of parameters
+    in its groups) and from where placements say that its elements lie. Collective over the world; it moves one number.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     context, data = getattr(trainer.strategy, "context", None), getattr(trainer.strategy, "_data", None)

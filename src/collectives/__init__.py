@@ -8,7 +8,7 @@
     p2p.py            a link made of torch.distributed sends and receives
     shared_memory.py  a link made of shared memory and Unix sockets; rendezvous.py opens it
     native.py         the backend's own collectives, for CUDA
-    communicator.py   the one door, one per mesh axis
+    communicator.py   the one door, one per mesh axis; opening.py opens it
     objects.py        pickled objects as tensors
     worker.py         a thread that runs collectives while the main thread computes
 
@@ -17,6 +17,7 @@ or an all-gather.
 """
 
 from stratagem.collectives.communicator import Communicator
+from stratagem.collectives.opening import Transport
 from stratagem.collectives.ring import chunk_bounds
 from stratagem.collectives.traffic import Traffic, TrafficRecord, TrafficSnapshot
 from stratagem.collectives.wire import Op, Wire
@@ -28,6 +29,7 @@ __all__ = [
     "Traffic",
     "TrafficRecord",
     "TrafficSnapshot",
+    "Transport",
     "Wire",
     "Worker",
     "chunk_bounds",

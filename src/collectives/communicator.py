@@ -7,8 +7,8 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any, Literal, final
 
 import torch
@@ -18,15 +18,22 @@ from torch import Tensor
 from stratagem.collectives import engine, objects
 from stratagem.collectives.coalesce import coalesced
 from stratagem.collectives.native import NativeCollectives
-from stratagem.collectives.p2p import P2PLink
-from stratagem.collectives.rendezvous import connect
-from stratagem.collectives.ring import Bounds, Collective, broadcast_schedule, check_bounds, chunk_bounds, ring_schedule
+from stratagem.collectives.opening import Row, open_row
+from stratagem.collectives.opening import Transport as Transport
+from stratagem.collectives.ring import (
+    Bounds,
+    Collective,
+    Schedule,
+    broadcast_schedule,
+    check_bounds,
+    chunk_bounds,
+    ring_schedule,
+)
 from stratagem.collectives.traffic import Traffic
 from stratagem.collectives.transport import Link, LinkFault
 from stratagem.collectives.wire import Op, Wire, WireFormat, wire_format
 from stratagem.errors import CommunicationError
 
-Transport = Literal["auto", "p2p", "shared_memory", "native"]
 SmallOp = Literal["sum", "max", "min", "mean"]
 
 
@@ -49,24 +56,14 @@ class Communicator:
         traffic: the books, in which every call is entered.
     """
 
-    def __init__(
-        self,
-        axis: str,
-        *,
-        ranks: tuple[int, ...],
-        rank: int,
-        device: torch.device,
-        group: dist.ProcessGroup | None,
-        link: Link | NativeCollectives | None,
-        traffic: Traffic,
-    ) -> None:
-        self.axis, self.ranks, self.rank, self.size = axis, ranks, rank, len(ranks)
-        self.device, self.traffic = device, traffic
-        self._group, self._link = group, link
+    def __init__(self, axis: str, row: Row, *, device: torch.device, traffic: Traffic) -> None:
+        self.axis, self.device, self.traffic = axis, device, traffic
+        self.ranks, self.rank, self.size, self.transport = row.ranks, row.index, len(row.ranks), row.transport
+        self._group, self._link = row.group, row.link
+        self._plans: dict[tuple[object, ...], _Plan] = {}
         self._formats: dict[tuple[object, ...], WireFormat] = {}
         self._busy = threading.Lock()
         self._cause: str | None = None
-        self.transport = _name_of(link)
 
     @classmethod
     def create(
@@ -96,38 +93,11 @@ class Communicator:
             traffic: the books to write; new ones by default.
 
         Raises:
-            ValueError: rows overlap, or name ranks outside the world.
+            ValueError: rows overlap, or name ranks outside the world; a timeout of 0.
             CommunicationError: `transport` was "shared_memory" and a rank cannot.
         """
-        rows = _rows(ranks)
-        me, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        if len({rank for row in rows for rank in row}) != sum(map(len, rows)):
-            raise ValueError(f"axis {axis!r}: a rank stands in two places of {rows}")
-        if any(not 0 <= rank < world for row in rows for rank in row):
-            raise ValueError(f"axis {axis!r}: {rows} names a rank outside the world of {world}; is the group open?")
-        on_cpu = device.type == "cpu"
-        resolved = ("shared_memory" if on_cpu else "native") if transport == "auto" else transport
-        if resolved == "shared_memory" and not on_cpu:
-            raise ValueError(f"axis {axis!r}: shared_memory carries CPU tensors only, not {device}: use 'auto'")
-        mine: dist.ProcessGroup | None = None
-        for row in rows:
-            if len(row) > 1:  # every rank takes part in the making of every group
-                backend = None if resolved == "native" and not on_cpu else "gloo"
-                group = dist.new_group(list(row), timeout=timeout, backend=backend)
-                mine = group if me in row else mine
-        row = next((row for row in rows if me in row), (me,))
-        index = row.index(me)
-        link: Link | NativeCollectives | None = None
-        if mine is not None:
-            if resolved == "native":
-                link = NativeCollectives(mine, index)
-            elif resolved == "shared_memory":
-                found = connect(mine, row, index, timeout=timeout)
-                if isinstance(found, str) and transport != "auto":
-                    raise CommunicationError(f"axis {axis!r}: no shared memory: {found}")
-                link = None if isinstance(found, str) else found
-            link = link or P2PLink(mine, row, index)
-        return cls(axis, ranks=row, rank=index, device=device, group=mine, link=link, traffic=traffic or Traffic())
+        row = open_row(axis, _rows(ranks), device=device, transport=transport, timeout=timeout)
+        return cls(axis, row, device=device, traffic=Traffic() if traffic is None else traffic)
 
     def all_reduce(self, tensor: Tensor, *, op: Op = Op.SUM, wire: Wire = Wire.FULL) -> None:
         """`tensor` becomes the sum or mean over the axis, with the same bits on every rank.
@@ -192,19 +162,14 @@ class Communicator:
                 f"axis {self.axis!r}: src is {src}, allowed are indices along the axis, 0 to {self.size - 1}"
             )
         flat = self._flat(tensor)
-        with self._door("broadcast", flat) as link:
+        with self._door("broadcast") as link:
             if isinstance(link, NativeCollectives):
-                self._count("broadcast", flat.nbytes)
+                self.traffic.add(self.axis, "broadcast", flat.nbytes)
                 link.broadcast(flat, src)
             elif link is not None:
-                flat = flat.view(torch.uint8)
-                place = (self.rank - src) % self.size
-                fmt = self._format(torch.uint8, None, Wire.FULL)
-                schedule = broadcast_schedule(
-                    place, self.size, flat.numel(), piece=link.max_bytes, lanes=link.window - 1
-                )
-                self._count("broadcast", sum(schedule.sent_sizes))
-                engine.run(schedule, flat, fmt, link, tag=_tag("broadcast", flat.numel(), src))
+                bits = flat.view(torch.uint8)
+                plan = self._plan("broadcast", Collective.BROADCAST, bits, ((src, bits.numel()),), None, Wire.FULL)
+                self._run(link, plan, bits)
 
     def broadcast_tensors(self, tensors: Sequence[Tensor], src: int = 0) -> None:
         """Broadcast many tensors, of any dtypes and strides, in flat messages of a bounded size.
@@ -260,15 +225,18 @@ class Communicator:
                 self._link.close()
             if self._group is not None and dist.is_initialized():
                 dist.destroy_process_group(self._group)
-        self._group = self._link = None
+            self._group = None
 
     def abort(self) -> None:
         """Give up, from any thread and without waiting for anybody. Whoever waits in a collective here wakes up with a
-        `CommunicationError`, and so do the neighbours."""
+        `CommunicationError`, and so do the neighbours. The process group is left to whoever ends the world."""
         if self._cause is None:
             self._cause = f"axis {self.axis!r}: rank {self.ranks[self.rank]} aborted"
         if isinstance(self._link, Link):
             self._link.abort()
+            if self._busy.acquire(timeout=0.2):  # whoever was in there has woken up and left
+                self._link.close()
+                self._busy.release()
         elif self._group is not None and hasattr(self._group, "abort"):
             self._group.abort()
 
@@ -276,22 +244,44 @@ class Communicator:
         self, collective: Collective, flat: Tensor, bounds: Bounds, op: Op | None, wire: Wire, name: str | None = None
     ) -> None:
         name = name or collective.value
-        fmt = self._format(flat.dtype, op, wire)
-        with self._door(name, flat) as link:
+        plan = self._plan(name, collective, flat, bounds, op, wire)
+        with self._door(name) as link:
             if isinstance(link, NativeCollectives):
+                self.traffic.add(self.axis, name, plan.num_bytes)
                 self._native(link, collective, flat, bounds, op, wire)
-                lanes, piece = 1, max(flat.numel(), 1)
             elif link is not None:
-                lanes, piece = link.window - 1, fmt.piece_numel(link.max_bytes)
+                self._run(link, plan, flat)
+
+    def _plan(
+        self, name: str, collective: Collective, flat: Tensor, bounds: Bounds, op: Op | None, wire: Wire
+    ) -> _Plan:
+        """Everything about a collective that does not depend on values. Kept: sizes come again at every step."""
+        key = (name, bounds, flat.dtype, op, wire)
+        plan = self._plans.get(key)
+        if plan is None:
+            fmt = wire_format(flat.dtype, op=op, wire=wire, n=self.size)
+            fmt = self._formats.setdefault((flat.dtype, op, wire), fmt)  # one scratch for all sizes
+            lanes, max_bytes = 1, 1 << 30
+            if isinstance(self._link, Link):
+                lanes, max_bytes = self._link.window - 1, self._link.max_bytes
+            piece = fmt.piece_numel(max_bytes)
+            if collective is Collective.BROADCAST:
+                place = (self.rank - bounds[0][0]) % self.size
+                schedule = broadcast_schedule(place, self.size, flat.numel(), piece=piece, lanes=lanes)
             else:
-                return
-            schedule = ring_schedule(collective, self.rank, bounds, piece=piece, lanes=lanes)
-            self._count(name, sum(map(fmt.num_bytes, schedule.sent_sizes)))
-            if isinstance(link, Link):
-                staged = flat.cpu()  # itself on CPU
-                engine.run(schedule, staged, fmt, link, tag=_tag(name, bounds, flat.dtype, op, wire))
-                if staged is not flat:
-                    flat.copy_(staged)
+                schedule = ring_schedule(collective, self.rank, bounds, piece=piece, lanes=lanes)
+            tag = 2 + zlib.crc32(repr(key).encode()) % 254  # ranks in different collectives hardly share it
+            if len(self._plans) >= 1024:
+                self._plans.clear()
+            plan = self._plans[key] = _Plan(name, fmt, schedule, tag, sum(map(fmt.num_bytes, schedule.sent_sizes)))
+        return plan
+
+    def _run(self, link: Link, plan: _Plan, flat: Tensor) -> None:
+        self.traffic.add(self.axis, plan.name, plan.num_bytes)
+        staged = flat.cpu()  # itself on CPU
+        engine.run(plan.schedule, staged, plan.fmt, link, tag=plan.tag)
+        if staged is not flat:
+            flat.copy_(staged)
 
     @staticmethod
     def _native(
@@ -305,7 +295,7 @@ class Communicator:
             link.reduce_scatter(flat, bounds, op or Op.SUM, wire)
 
     @contextmanager
-    def _door(self, name: str, flat: Tensor) -> Iterator[Link | NativeCollectives | None]:
+    def _door(self, name: str) -> Iterator[Link | NativeCollectives | None]:
         """Let one collective at a time through; turn a fault into an error that names everything, and remember it."""
         if self._cause is not None:
             raise CommunicationError(self._cause)
@@ -334,6 +324,7 @@ class Communicator:
             self._cause = f"axis {self.axis!r}, {what}"
         if isinstance(self._link, Link):
             self._link.fail(origin or self._cause)
+            self._link.close()
         return CommunicationError(self._cause)
 
     def _flat(self, tensor: Tensor) -> Tensor:
@@ -352,14 +343,17 @@ class Communicator:
             return flat, chunk_bounds(flat.numel(), self.size)
         return flat, check_bounds(bounds, flat.numel(), self.size)
 
-    def _format(self, dtype: torch.dtype, op: Op | None, wire: Wire) -> WireFormat:
-        key = (dtype, op, wire)
-        if key not in self._formats:
-            self._formats[key] = wire_format(dtype, op=op, wire=wire, n=self.size)
-        return self._formats[key]
 
-    def _count(self, name: str, num_bytes: int) -> None:
-        self.traffic.add(self.axis, name, num_bytes)
+@final
+@dataclass(frozen=True)
+class _Plan:
+    """A collective of one kind and size, ready to run. `num_bytes` is what this rank sends."""
+
+    name: str
+    fmt: WireFormat
+    schedule: Schedule
+    tag: int
+    num_bytes: int
 
 
 _REDUCE_SMALL: dict[str, Callable[[Tensor], Tensor]] = {
@@ -370,18 +364,6 @@ _REDUCE_SMALL: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@lru_cache(maxsize=1024)
-def _tag(*what: object) -> int:
-    """A number from 2 to 255 that ranks in different collectives hardly share."""
-    return 2 + zlib.crc32(repr(what).encode()) % 254
-
-
 def _rows(ranks: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
     flat = tuple(rank for rank in ranks if isinstance(rank, int))
     return (flat,) if flat else tuple(tuple(row) for row in ranks if not isinstance(row, int) and row)
-
-
-def _name_of(link: Link | NativeCollectives | None) -> str:
-    if link is None:
-        return "none"
-    return {P2PLink: "p2p", NativeCollectives: "native"}.get(type(link), "shared_memory")

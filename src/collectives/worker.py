@@ -83,6 +83,7 @@ class Worker:
 
 def _serve(tasks: queue.SimpleQueue[_Task | None], ready: threading.Event) -> None:
     """The thread. Knows the queue only, so that it does not keep the worker alive."""
+    torch.get_num_threads()  # the first look in a thread sets its number to the common one: before, not after, ours
     torch.set_num_threads(1)
     ready.set()
     failure: BaseException | None = None

@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from stratagem.collectives import Communicator, Op, Traffic, Wire, Worker, chunk_bounds
-from stratagem.collectives.communicator import Transport
+from stratagem.collectives import Communicator, Op, Traffic, Transport, Wire, Worker, chunk_bounds
 from stratagem.errors import CommunicationError
 
 CPU = torch.device("cpu")

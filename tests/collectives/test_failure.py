@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import re
 import signal
-import tempfile
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -16,10 +16,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stratagem.collectives import Communicator, Worker
-from stratagem.collectives.communicator import Transport
+from stratagem.collectives import Communicator, Transport, Worker
 from stratagem.errors import CommunicationError
-from stratagem.testing import run_ranks
 
 RINGS: list[Transport] = ["p2p", "shared_memory"]
 SOON = 10.0  # seconds, on a loaded machine; the timeouts of the communicators below that must not pass are 60
@@ -175,21 +173,16 @@ def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
     time.sleep(max(0.0, 3.5 - (time.monotonic() - start)))  # leave no process behind
 
 
-def kill_all() -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the kernel through /proc")
+@pytest.mark.ranks(2)
+def test_memory_and_sockets_have_no_name_that_a_killed_run_could_leave_behind() -> None:
     comm = opened("shared_memory")
-    comm.all_reduce(torch.ones(1_000_000))
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_nothing_is_left_behind_even_when_all_are_killed() -> None:
-    places = [Path("/dev/shm"), Path(tempfile.gettempdir())]
-
-    def listing() -> set[Path]:
-        return {path for place in places if place.exists() for path in place.iterdir() if "stratagem" in path.name}
-
-    before = listing()
-    run_ranks(2, kill_all, dies=dict.fromkeys(range(2), -signal.SIGKILL))
-    assert listing() <= before
+    mappings = [line for line in Path("/proc/self/maps").read_text().splitlines() if "memfd:stratagem" in line]
+    assert len(mappings) == 2  # the arena that we write, and the left neighbour's
+    assert all(line.endswith("(deleted)") for line in mappings)
+    names = [comm._link._left.stream.getsockname(), comm._link._right.stream.getpeername()]  # type: ignore[union-attr]
+    assert all(name == b"" or name[:1] == b"\0" for name in names)  # in no file system
+    comm.close()
 
 
 @pytest.mark.parametrize("transport", RINGS)

@@ -100,9 +100,9 @@ def test_the_largest_piece_fits(wire: Wire, dtype: torch.dtype, max_bytes: int) 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_halves_are_summed_in_float32_and_rounded_once_per_hop(dtype: torch.dtype, n: int) -> None:
     contributions = random_tensors(n, 4096, dtype)
-    expected = (contributions[0].float() / n).to(dtype)
+    expected = (contributions[0].float() * (1 / n)).to(dtype)
     for each in contributions[1:]:
-        expected = (expected.float() + each.float() * (1 / n)).to(dtype)
+        expected = torch.add(expected.float(), each.float(), alpha=1 / n).to(dtype)
     owner, _ = chain(contributions, wire_format(dtype, op=Op.MEAN, wire=Wire.FULL, n=n))
     torch.testing.assert_close(owner, expected, rtol=0, atol=0)
 

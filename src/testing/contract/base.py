@@ -15,8 +15,8 @@ from lightning.pytorch.strategies import Strategy
 from stratagem.testing.contract.runs import Gangs
 from stratagem.testing.contract.subject import CAPABILITIES, NO_SKIPPED_STEPS, Capability, Lacks, Refuses, Subject
 
-on_each_world_size = pytest.mark.parametrize("num_ranks", (1, 2, 3, 4), ids=lambda number: f"{number}ranks")
-"""Makes one test of each number of ranks; those that the subject does not claim are skipped by the fixture `subject`."""
+on_each_world_size = pytest.mark.parametrize("num_ranks", [1, 2, 3, 4], ids=lambda number: f"{number}ranks")
+"""Makes one test of each number of ranks; the fixture `subject` skips those that are not claimed."""
 
 
 class ContractBase:
@@ -32,6 +32,7 @@ class ContractBase:
     supports_sync_batchnorm: ClassVar[Capability] = True
     supports_uneven_batches: ClassVar[Capability] = True
     supports_skipped_steps: ClassVar[Capability] = NO_SKIPPED_STEPS
+    supports_own_seeds: ClassVar[Capability] = True
     supports_naming_the_peer: ClassVar[Capability] = True
     supports_bounded_hang: ClassVar[Capability] = True
 
@@ -67,7 +68,7 @@ def skip_if_lacking(subject: Subject, *needs: str) -> None:
 
 @contextmanager
 def unless_refused(subject: Subject, *needs: str) -> Iterator[None]:
-    """Runs the block, which needs these capabilities: skipped if one is lacking, and it must be refused if one is refused.
+    """Runs the block, which needs these capabilities: skipped if one is lacking, expected to be refused if one is refused.
 
     Args:
         subject: the strategy under test.

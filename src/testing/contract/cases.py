@@ -83,7 +83,7 @@ class _Tokens(Dataset[dict[str, Tensor]]):
 
 
 class _Rows(Dataset[Tensor]):
-    """Normal rows of a shape, scaled a little differently from sample to sample so that no two ranks have like gradients."""
+    """Normal rows of a shape, on a scale that grows from sample to sample, so that no two ranks have like gradients."""
 
     def __init__(self, num_samples: int, shape: tuple[int, ...]) -> None:
         generator = torch.Generator().manual_seed(6)
@@ -126,7 +126,10 @@ def rows_of_2_by_8(num_samples: int) -> Dataset[Any]:
 
 
 def sided_rows(num_samples: int) -> Dataset[Any]:
-    """Rows `[8]` whose first feature, the branch they take, is equal throughout some global batches and splits others."""
+    """Rows `[8]` whose first feature, the branch they take, is equal throughout some global batches and splits others.
+
+    So there are batches in which no rank, some ranks and all ranks take a branch.
+    """
     data = _Rows(num_samples, (8,))
     batch = torch.arange(num_samples) // 12
     place = torch.arange(num_samples) % 12

@@ -36,14 +36,14 @@ _SHORT = timedelta(seconds=2)
 
 _CULPRIT, _STEP = 1, 1
 
-on_a_few_ranks = pytest.mark.parametrize("num_ranks", (2, 3), ids=lambda number: f"{number}ranks")
+on_a_few_ranks = pytest.mark.parametrize("num_ranks", [2, 3], ids=lambda number: f"{number}ranks")
 
 
 class FailureContract(ContractBase):
     """A rank that raises, dies or hangs ends the run on every rank in bounded time, with the cause named."""
 
     @on_a_few_ranks
-    @pytest.mark.parametrize("moment", ("before_forward", "before_backward", "after_backward"))
+    @pytest.mark.parametrize("moment", ["before_forward", "before_backward", "after_backward"])
     def test_a_rank_that_raises(self, subject: Subject, gangs: Gangs, num_ranks: int, moment: Any) -> None:
         """Keeps its own error; nobody waits for it."""
         fault = Fault("raise", _CULPRIT, _STEP, moment)

@@ -240,7 +240,7 @@ def _booked(trainer: Trainer) -> int | None:
 
 
 def _facts(module: torch.nn.Module) -> ModelFacts:
-    def size(tensors: list[Tensor]) -> int:
+    def size(tensors: Sequence[Tensor]) -> int:
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
     parameters = list(module.parameters())

@@ -32,8 +32,8 @@ def sgd(module: nn.Module, lr: float = 0.1) -> SGD:
 class Router(LightningModule):
     """Samples `[B, 8]` go through branch `left` or `right` by the sign of their first feature.
 
-    So ranks may take different branches in the same step, and one branch may rest on all of them. Branch `odd` alternates
-    by step, `frozen` requires no gradient, `unused` is never called, `out` and `tied` share one weight.
+    So ranks may take different branches in the same step, and one branch may rest on all of them. Branch `odd`
+    alternates by step, `frozen` requires no gradient, `unused` is never called, `out` and `tied` share one weight.
     """
 
     def __init__(self) -> None:
@@ -72,7 +72,7 @@ class Router(LightningModule):
 class Adversaries(LightningModule):
     """A generator and a discriminator, each with its own optimizer and schedule, stepped by hand.
 
-    Batches `[B, 2, 8]` hold a real sample and the noise for a false one, so that what is drawn does not depend on ranks.
+    Batches `[B, 2, 8]` hold a real sample and the noise for a false one, so that nothing is drawn per rank.
     """
 
     def __init__(self) -> None:

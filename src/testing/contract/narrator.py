@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The module that uses what Lightning promises: logs of every kind, metrics, all stages, hooks, gathering.
 
-Batches are pairs of sample numbers `[B]` and features `[B, 8]`, so that whoever looks can tell which samples went where.
+Batches are pairs of sample numbers `[B]` and features `[B, 8]`, so that one can tell which samples went where.
 """
 
 from __future__ import annotations

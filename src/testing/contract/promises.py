@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Item 5 of the contract: what Lightning promises to a user holds under the strategy.
 
-Where one process can tell what is right, it does: the same body runs on one rank under Lightning's single-device strategy.
+Where one process can tell what is right, it does: the same body runs on one rank under Lightning's single-device
+strategy.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from stratagem.testing.contract.parity import assert_replicas, assert_same_train
 from stratagem.testing.contract.runs import Gangs, Run, reference, train
 from stratagem.testing.contract.subject import Precision, Subject
 
-on_some_ranks = pytest.mark.parametrize("num_ranks", (1, 2, 3), ids=lambda number: f"{number}ranks")
-on_several_ranks = pytest.mark.parametrize("num_ranks", (2, 3), ids=lambda number: f"{number}ranks")
+on_some_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3], ids=lambda number: f"{number}ranks")
+on_several_ranks = pytest.mark.parametrize("num_ranks", [2, 3], ids=lambda number: f"{number}ranks")
 
 _LOGGED = 1e-6
 """Lightning keeps what is logged in float32, whatever the precision."""
@@ -46,7 +47,7 @@ class PromisesContract(ContractBase):
                 expected = {name: value for name, value in metrics.items() if not name.startswith("local")}
                 found = {name: story.metrics[moment].get(name) for name in expected}
                 for name, value in expected.items():
-                    # A step's loss is logged as the plain mean over ranks, so it is that of one process in even batches.
+                    # A step's value is logged as the plain mean over ranks: that of one process in even batches only.
                     if even or not name.endswith("_step"):
                         close([found[name]], [value], _LOGGED, f"{moment}: {name} on rank {rank}")
                 assert set(story.metrics[moment]) == set(metrics), f"{moment}: other names on rank {rank}"

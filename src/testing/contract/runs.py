@@ -57,6 +57,7 @@ class Run:
         precision: as the Trainer's.
         order: `global`: the loader's batch size counts all ranks; `slices`: a sampler of the contract's own gives each
             rank its share of every global batch, and the strategy must leave it alone.
+        own_seeds: each rank is seeded by its number, so that ranks build different weights.
     """
 
     batches: int = 3
@@ -67,6 +68,7 @@ class Run:
     sync_batchnorm: bool = False
     precision: Precision = "64-true"
     order: Literal["global", "slices"] = "global"
+    own_seeds: bool = False
 
     @property
     def label(self) -> str:
@@ -160,7 +162,7 @@ def fit(subject: Subject | None, case: Case, run: Run, *callbacks: Callback, **o
         callbacks: more of them.
         options: for the Trainer.
     """
-    seed_everything(1, verbose=False)
+    seed_everything(1 + int(os.environ["RANK"]) if run.own_seeds else 1, verbose=False)
     module, record = case.module(), Recorder()
     trainer = make_trainer(subject, run, *callbacks, record, **options)
     samples = run.batches * case.global_batch + run.tail
@@ -291,7 +293,8 @@ def gradient_norm(trainer: Trainer, module: LightningModule, optimizer: Optimize
     in its groups) and from where placements say that its elements lie. Collective over the world; it moves one number.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
-    context, data = getattr(trainer.strategy, "context", None), getattr(trainer.strategy, "_data", None)
+    context: Any = getattr(trainer.strategy, "context", None)
+    data: Any = getattr(trainer.strategy, "_data", None)
     shared, divided = 0.0, 0.0
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter.grad is None:

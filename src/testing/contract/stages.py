@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The bodies of `promises.py`: what a user does with a Trainer, and what came of it, one function per promise.
 
-Each runs on every rank; with `subject=None` it runs in one process. Each seeds, builds its own module, and returns what picks up
-no pipe: plain numbers, strings and small tensors.
+Each runs on every rank; with `subject=None` it runs in one process. Each seeds, builds its own module, and returns
+plain numbers, strings and small tensors.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Story:
 def tell(subject: Subject | None, even: bool) -> Story:
     """fit with validation, fit on, validate, test, predict with one trainer, then fit anew with another one.
 
-    Not validate and then fit on: a torchmetrics object that has been in inference mode refuses that, in one process too.
+    Not validate and then fit on: a torchmetrics object that was in inference mode refuses that, in one process too.
     """
     seed_everything(1, verbose=False)
     module, story = Narrator(), Story()
@@ -85,6 +85,7 @@ class _Talker(Narrator):
     def on_train_start(self) -> None:
         strategy, rank, size = self.trainer.strategy, self.global_rank, self.trainer.world_size
         mine = torch.tensor(float(rank))
+        gathered: Any = self.all_gather({"numbers": torch.tensor([rank, 10 * rank]), "tree": {"a": mine}})
         self.said = {
             "sum": float(strategy.reduce(mine + 1, reduce_op="sum")),
             "mean": float(strategy.reduce(torch.tensor(rank + 1), reduce_op="mean")),
@@ -92,8 +93,8 @@ class _Talker(Narrator):
             "all": strategy.reduce_boolean_decision(rank == 0, all=True),
             "any": strategy.reduce_boolean_decision(rank == 0, all=False),
             # Of one rank, Lightning's own strategies gather without a leading dim.
-            "gathered": self.all_gather(torch.tensor([rank, 10 * rank])).reshape(size, 2).tolist(),
-            "tree": {"a": self.all_gather({"a": mine})["a"].reshape(size).tolist()},
+            "gathered": gathered["numbers"].reshape(size, 2).tolist(),
+            "tree": {"a": gathered["tree"]["a"].reshape(size).tolist()},
         }
         strategy.barrier("talked")
 

@@ -17,7 +17,7 @@ from stratagem.strategy.base import MeshStrategy
 @final
 @dataclass(frozen=True)
 class Refuses:
-    """A capability that the technique cannot have: asked for it, the strategy must say so, on every rank, in bounded time.
+    """A capability that the technique cannot have: asked for it, the strategy says so, on every rank, in bounded time.
 
     Args:
         why: the reason, for the reader of the test report.
@@ -72,6 +72,7 @@ class Subject:
         sync_batchnorm: `Trainer(sync_batchnorm=True)`.
         uneven_batches: a last batch that the ranks cannot share evenly counts by samples, as in one process.
         skipped_steps: a `training_step` that returns None on some ranks only.
+        own_seeds: ranks may be seeded each in its own way; rank 0's initial weights count.
         naming_the_peer: on a failure the other ranks name the one that failed, and the axis.
         bounded_hang: `set_timeout` bounds the wait for a rank that hangs.
         precisions: those that train.
@@ -89,6 +90,7 @@ class Subject:
     sync_batchnorm: Capability = True
     uneven_batches: Capability = True
     skipped_steps: Capability = NO_SKIPPED_STEPS
+    own_seeds: Capability = True
     naming_the_peer: Capability = True
     bounded_hang: Capability = True
     precisions: tuple[Precision, ...] = ("32-true", "bf16-mixed", "bf16-true", "64-true")
@@ -125,7 +127,7 @@ class Build:
 
 
 def build_strategy(subject: Subject, build: Build = Build()) -> Strategy:  # frozen
-    """A fresh strategy as a Trainer that is given the name would build it, with the run's own settings on top. Local."""
+    """A fresh strategy as a Trainer that is given the name would build it, with the run's settings on top. Local."""
     if isinstance(subject.strategy, str):
         from lightning.pytorch.strategies import StrategyRegistry
 

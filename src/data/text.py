@@ -10,6 +10,7 @@ Tokens are bytes unless a tokenizer file is given. Byte 0 ends each document: te
 from __future__ import annotations
 
 import glob
+import os
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -208,7 +209,10 @@ def _standard_library() -> Iterator[Path]:
     root = Path(sysconfig.get_path("stdlib"))
     # Installed packages are no part of it; test folders hold files that are broken on purpose.
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-    files = [file for file in root.rglob("*.py") if not left_out.intersection(file.relative_to(root).parts)]
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in left_out]
+        files += [Path(folder) / name for name in names if name.endswith(".py")]
     if not files:
         raise DataError(f"{root} holds no Python source", where="data.path", do="name a folder of text files")
     yield from sorted(files, key=lambda file: file.relative_to(root).as_posix())

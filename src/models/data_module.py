@@ -11,7 +11,7 @@ data module keeps the position, and puts it into the loader that it makes.
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from typing import Any
 
 import lightning.pytorch as pl
@@ -25,7 +25,7 @@ from stratagem.errors import DataError
 from stratagem.models.replicas import data_replicas
 
 
-class OrderedDataModule(pl.LightningDataModule):
+class OrderedDataModule(pl.LightningDataModule, ABC):
     """Two map-style datasets, served in the order that does not depend on the number of ranks.
 
     Args:

@@ -254,12 +254,12 @@ class GPT(nn.Module):
             self.init_weights()
 
     @override
-    def forward(self, input_ids_BT: Tensor, positions_BT: Tensor | None = None) -> Tensor:
+    def forward(self, input_ids: Tensor, position_ids: Tensor | None = None) -> Tensor:
         """Logits of each next token.
 
         Args:
-            input_ids_BT: int64 token numbers [B, T].
-            positions_BT: place of each token in its sequence, [T] or [B, T]; None for 0, 1, 2, ...
+            input_ids: int64 token numbers [B, T].
+            position_ids: place of each token in its sequence, [T] or [B, T]; None for 0, 1, 2, ...
 
         Returns:
             [B, T, V], in the dtype of the parameters or of autocast.
@@ -267,17 +267,17 @@ class GPT(nn.Module):
         Raises:
             ConfigError: the sequence is longer than `max_seq_len`.
         """
-        num_tokens = input_ids_BT.shape[1]
+        num_tokens = input_ids.shape[1]
         if num_tokens > self.config.max_seq_len:
             raise ConfigError(
                 f"a sequence of {num_tokens} tokens is too long for this model",
                 where="data.seq_len",
                 allowed=f"at most max_seq_len = {self.config.max_seq_len}",
             )
-        if positions_BT is None:
-            positions_BT = torch.arange(num_tokens, device=input_ids_BT.device)
-        x_BTD = self.embed_tokens(input_ids_BT)
-        rope = self.rotary(positions_BT, x_BTD.dtype)
+        if position_ids is None:
+            position_ids = torch.arange(num_tokens, device=input_ids.device)
+        x_BTD = self.embed_tokens(input_ids)
+        rope = self.rotary(position_ids, x_BTD.dtype)
         for block in self.blocks:
             if self.config.recompute and torch.is_grad_enabled():
                 x_BTD = checkpoint(block, x_BTD, rope, use_reentrant=False)

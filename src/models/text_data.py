@@ -12,6 +12,8 @@ from stratagem.data import TextFiles, TokenDataset, Tokenizer, load_tokenizer
 from stratagem.errors import UserError
 from stratagem.models.data_module import OrderedDataModule
 
+_STANDARD_LIBRARY_BYTES = 4_000_000  # enough for small models, read in a moment
+
 
 @final
 class TextData(OrderedDataModule):
@@ -28,7 +30,7 @@ class TextData(OrderedDataModule):
         shuffle_seed: seeds the order of every epoch; None for the order of the text.
         validation_fraction: share of the windows to hold out.
         tokenizer: a JSON file of the `tokenizers` library; None for bytes, a vocabulary of 256.
-        max_bytes: use so much of the text; None for all of it.
+        max_bytes: use so much of the text; None for all of it, and of the standard library for the first 4 MB.
 
     Raises:
         DataError: missing, empty or unreadable files, or too little text for one step; says which and where.
@@ -43,7 +45,7 @@ class TextData(OrderedDataModule):
         shuffle_seed: int | None = 0,
         validation_fraction: float = 0.05,
         tokenizer: str | None = None,
-        max_bytes: int | None = 4_000_000,
+        max_bytes: int | None = None,
     ) -> None:
         super().__init__(global_batch, num_workers, shuffle_seed)
         self.path = path
@@ -97,6 +99,7 @@ class TextData(OrderedDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Reads the files, once; every rank reads all of them."""
         if self._split is None:
-            tokens = TextFiles.find(self.path, max_bytes=self.max_bytes).tokens(self.tokenizer)
+            max_bytes = _STANDARD_LIBRARY_BYTES if self.path is None and self.max_bytes is None else self.max_bytes
+            tokens = TextFiles.find(self.path, max_bytes=max_bytes).tokens(self.tokenizer)
             windows = TokenDataset(tokens, seq_len=self.seq_len)
             self._split = windows.split(self._held_out(len(windows), self.validation_fraction))

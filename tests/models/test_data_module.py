@@ -139,7 +139,7 @@ def _fit(text: str, folder: Path, *, asks_early: bool = False, ckpt: str | None 
         callbacks=[recorder, saver, saver2],
         **{"max_epochs": 3, "limit_val_batches": 0, **options},
     )
-    trainer.fit(module, TextData(text, **ALPHABET), ckpt_path=ckpt, weights_only=False)
+    trainer.fit(module, TextData(text, **ALPHABET), ckpt_path=ckpt)
     return recorder.windows, module, trainer
 
 
@@ -188,7 +188,7 @@ def test_a_stop_within_an_epoch_goes_on_with_another_number_of_ranks(text: str, 
 def test_evaluating_a_checkpoint_does_not_move_a_later_fit(text: str, tmp_path: Path) -> None:
     whole, module, trainer = _fit(text, tmp_path, max_steps=2)
     data = TextData(text, **ALPHABET)
-    trainer.validate(module, data, ckpt_path=str(tmp_path / "step=2.ckpt"), verbose=False, weights_only=False)
+    trainer.validate(module, data, ckpt_path=str(tmp_path / "step=2.ckpt"), verbose=False)
     data.trainer = trainer
     assert _windows([next(iter(data.train_dataloader()))]) == whole[:12]
 

@@ -171,14 +171,16 @@ def unknown(name: str, known: Iterable[str], *, kind: str, where: str = "") -> P
 
 
 def near(word: str, known: Iterable[str]) -> list[str]:
-    """Up to three known words that resemble `word`, the nearest first; case is ignored.
+    """Up to three known words that resemble `word` about equally well, the nearest first; case is ignored.
 
     Example:
         >>> near("Max_Stps", ["max_steps", "devices", "max_epochs"])
         ['max_steps']
     """
     by_lower = {candidate.lower(): candidate for candidate in known}
-    return [by_lower[close] for close in difflib.get_close_matches(word.lower(), by_lower, n=3, cutoff=0.65)]
+    close = difflib.get_close_matches(word.lower(), by_lower, n=3, cutoff=0.65)
+    likeness = [difflib.SequenceMatcher(None, candidate, word.lower()).ratio() for candidate in close]
+    return [by_lower[name] for name, ratio in zip(close, likeness, strict=True) if ratio >= likeness[0] - 0.15]
 
 
 def extra_that_brings(module: str, *, distribution: str) -> str:

@@ -63,7 +63,7 @@ class TextData(OrderedDataModule):
         Reads the first mebibyte; all of the text only where that much does not do.
         """
         full = dict(init_args)
-        limit = full.get("max_bytes", 4_000_000)
+        limit = full.get("max_bytes")
         problems: list[UserError] = []
         for max_bytes in dict.fromkeys((min(limit or 2**20, 2**20), limit)):
             try:

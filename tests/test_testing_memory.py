@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 import pytest
@@ -40,12 +41,25 @@ def test_containers_and_dataclasses_are_opened() -> None:
     assert held_bytes({"x": [(Shard(torch.zeros(5, dtype=torch.float64), "x"),)]}) == 40
 
 
-def test_gradients_of_many_parameters_all_count() -> None:
-    """`.grad` makes a new Python object at each access; one that is freed must not hide the next."""
-    parameters = [nn.Parameter(torch.zeros(10)) for _ in range(50)]
-    for parameter in parameters:
-        parameter.grad = torch.zeros(10)
-    assert held_bytes(parameters) == 50 * 80
+class _Views(Mapping[str, torch.Tensor]):
+    """Makes its tensor anew at each access."""
+
+    def __init__(self, base: torch.Tensor) -> None:
+        self.base = base
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        return self.base[:]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(["view"])
+
+    def __len__(self) -> int:
+        return 1
+
+
+def test_a_tensor_that_is_made_in_passing_does_not_hide_the_next() -> None:
+    """Objects are told apart by their id, and that of a freed one is given to the next."""
+    assert held_bytes([_Views(torch.zeros(10)) for _ in range(50)]) == 50 * 40
 
 
 def test_live_tensors_are_found_wherever_they_are() -> None:

@@ -265,7 +265,7 @@ class BlockFormat(NarrowFormat):
         quotients = self._scratch_like(wide)
         for values, scales, codes, quotient in self._blocks(wide, out, quotients):
             largest = torch.maximum(values.amax(1, keepdim=True), values.amin(1, keepdim=True).neg_())
-            # The floor keeps a block of zeros from 0/0; a NaN passes through it and spoils the block, as it should.
+            # The floor keeps zeros from 0/0, whose conversion to int8 is undefined; a NaN passes through it.
             scales.copy_(largest.div_(127).clamp_min_(torch.finfo(torch.float32).tiny))
             codes.copy_(torch.div(values, scales, out=quotient).round_())
 

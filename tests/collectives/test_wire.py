@@ -68,6 +68,16 @@ def test_int8_is_within_the_stated_bound(op: Op, n: int, numel: int, exponent: i
         assert float((owner[block].double() - exact[block]).abs().max()) <= bound * (1 + 1e-5)
 
 
+def test_int8_rounds_once_by_at_most_and_up_to_half_a_step() -> None:
+    (values,) = random_tensors(1, 8 * BLOCK, torch.float32)
+    kept = values.clone()
+    fmt = wire_format(torch.float32, op=None, wire=Wire.INT8, n=2)
+    fmt.publish(kept, torch.empty(fmt.message_numel(values.numel()), dtype=fmt.dtype))
+    for before, after in zip(values.split(BLOCK), kept.split(BLOCK), strict=True):
+        half_step = float(before.abs().max()) / 254
+        assert 0.9 * half_step < float((after - before).abs().max()) < half_step * (1 + 1e-5)
+
+
 def test_int8_uses_a_scale_of_its_own_per_block() -> None:
     small, large = torch.full((BLOCK,), 1e-6), torch.full((BLOCK,), 1e6)
     owner, _ = chain([torch.cat([small, large])] * 2, wire_format(torch.float32, op=Op.SUM, wire=Wire.INT8, n=2))

@@ -13,6 +13,11 @@ what `ring_ddp` costs on the wire, stage 3 half as much again. `technique.py` ha
     separable.py    may this optimizer hold pieces?
     state.py        the optimizer's state, whole again
     technique.py    stages 1 and 2
+    stage3.py       stage 3
+    blocks.py       what stage 3 fetches together
+    fetcher.py      fetching and freeing it
+    watched.py      noticing who uses a parameter
+    initial.py      building a module that no rank could hold
     lane.py         communicators and their thread
     strategy.py     the Lightning face
 """
@@ -20,17 +25,18 @@ what `ring_ddp` costs on the wire, stage 3 half as much again. `technique.py` ha
 from typing import TYPE_CHECKING, Any
 
 from stratagem.plugins.zero.settings import ZeroSettings
+from stratagem.plugins.zero.stage3 import Zero3
 from stratagem.plugins.zero.technique import Zero1, Zero2
 
 if TYPE_CHECKING:
-    from stratagem.plugins.zero.strategy import Zero1Strategy, Zero2Strategy
+    from stratagem.plugins.zero.strategy import Zero1Strategy, Zero2Strategy, Zero3Strategy
 
-__all__ = ["Zero1", "Zero1Strategy", "Zero2", "Zero2Strategy", "ZeroSettings"]
+__all__ = ["Zero1", "Zero1Strategy", "Zero2", "Zero2Strategy", "Zero3", "Zero3Strategy", "ZeroSettings"]
 
 
 def __getattr__(name: str) -> Any:
     """The strategies need Lightning, the techniques do not: they are imported when they are asked for."""
-    if name in ("Zero1Strategy", "Zero2Strategy"):
+    if name in ("Zero1Strategy", "Zero2Strategy", "Zero3Strategy"):
         from stratagem.plugins.zero import strategy
 
         return getattr(strategy, name)

@@ -13,7 +13,8 @@ or `master`, so that a step changes the parameter without a copy. Its `.grad` is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, final
 
 import torch
@@ -72,7 +73,7 @@ class Bucket:
     Attributes:
         pieces: per parameter, the part of it in this rank's slice.
         owned_parameters: per parameter, what the optimizer holds; None before an optimizer came.
-        used: whether any rank had a gradient for any of the parameters since the optimizer last cleared them.
+        used: per parameter, whether any rank had a gradient for it since the optimizer last cleared it.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Bucket:
         self.gradient: Tensor | None = None
         self.gradient_views: list[Tensor] = []
         self.kept: Tensor | None = None
-        self.used = False
+        self.used = [False] * len(self.parameters)
         # of one backward; kept by `Gradients`
         self.position, self.missing, self.active, self.dirty = 0, 0, True, False
         self.arrived = [False] * len(self.parameters)
@@ -127,6 +128,24 @@ class Bucket:
         self.values = flat
         if self.share is None:
             self.share = flat[slice(*self.span)]
+
+    @torch.no_grad()
+    def divide(self, parts: Iterable[Tensor]) -> None:
+        """Stage 3: keeps my slice of the parameters, whose whole values come one after the other, in the bucket's order."""
+        layout = self.cut.layout
+        self.share = torch.empty(self.span[1] - self.span[0], dtype=layout.dtype, device=layout.device)
+        for index, whole in enumerate(parts):
+            self.keep_part(index, whole)
+
+    def keep_part(self, index: int, whole: Tensor) -> None:
+        """Stage 3: takes my piece of a parameter's new whole value over."""
+        piece = self.pieces[index]
+        assert self.share is not None
+        if piece.numel:
+            flat = torch.empty(piece.whole_numel, dtype=whole.dtype, device=whole.device)
+            replace(piece.slot, offset=0).view(flat).copy_(whole)
+            offset = piece.slot.offset + piece.start - self.span[0]
+            self.share[offset : offset + piece.numel].copy_(flat[piece.start : piece.stop])
 
     def unchanged(self) -> bool:
         """Whether every parameter still is where it was put."""

@@ -25,7 +25,7 @@ that is already owned. So several backward passes per step, and stage 2's accumu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
@@ -55,11 +55,17 @@ class Gradients:
         transient: keep nothing but the owned slices (stages 2 and 3).
         buffers: of the module.
         names: of the parameters, by id, for messages.
+
+    Attributes:
+        on_arrival: called with each parameter whose gradient is complete and taken care of.
+        on_finish: called at the end of every backward that was reduced.
     """
 
     def __init__(
         self, lane: Lane, settings: ZeroSettings, *, transient: bool, buffers: ChangedBuffers, names: dict[int, str]
     ) -> None:
+        self.on_arrival: Callable[[Tensor], None] = lambda _: None
+        self.on_finish: Callable[[], None] = lambda: None
         self._lane, self._settings, self._buffers, self._names = lane, settings, buffers, names
         self._pool = Pool() if transient else None
         self.agree_on_overflow = False
@@ -129,6 +135,7 @@ class Gradients:
                 "checkpoint with use_reentrant=False."
             )
         self._take_in(bucket, index)
+        self.on_arrival(parameter)
         if not self._reduces:
             return
         self._pending = True
@@ -260,6 +267,7 @@ class Gradients:
             if self._pool is not None:
                 self._pool.clear()
             self._reset()
+            self.on_finish()
 
     def _check_promise(self, bucket: Bucket) -> None:
         if self._settings.unused_parameters == "none" and bucket.active:
@@ -288,7 +296,7 @@ class Gradients:
             used = bucket.arrived
             if self._settings.unused_parameters == "detect":
                 used, answers = answers[: len(used)], answers[len(used) :]
-            bucket.used |= any(used)
+            bucket.used = [was or is_now for was, is_now in zip(bucket.used, used, strict=True)]
             for index, owned in enumerate(bucket.owned_parameters):
                 if owned is not None and used[index] and owned.grad is None and owned.numel():
                     assert bucket.owned is not None
@@ -321,16 +329,19 @@ class Gradients:
         finally:
             self._reduces, self._in_window = before
 
-    def clear(self, buckets: Iterable[Bucket], *, set_to_none: bool) -> None:
-        """Forgets what the module's parameters gathered; the optimizer has cleared its pieces. Local."""
-        for bucket in buckets:
-            for parameter in bucket.parameters:
-                if set_to_none:
-                    parameter.grad = None
-                elif parameter.grad is not None:
-                    parameter.grad.detach_().zero_()
+    def clear(self, places: Iterable[tuple[Bucket, int]], *, set_to_none: bool) -> None:
+        """Forgets what parameters of the module gathered; their optimizer has cleared its pieces. Local."""
+        touched: dict[int, Bucket] = {}
+        for bucket, index in places:
+            parameter = bucket.parameters[index]
             if set_to_none:
-                bucket.used, bucket.dirty, bucket.kept = False, False, None
+                parameter.grad, bucket.used[index] = None, False
+                touched[id(bucket)] = bucket
+            elif parameter.grad is not None:
+                parameter.grad.detach_().zero_()
+        for bucket in touched.values():
+            if all(parameter.grad is None for parameter in bucket.parameters):
+                bucket.dirty, bucket.kept = False, None
                 if self._pool is not None:
                     bucket.gradient, bucket.gradient_views = None, []
 

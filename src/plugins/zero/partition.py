@@ -48,9 +48,14 @@ class Piece:
         return self.stop - self.start
 
     @property
+    def whole_numel(self) -> int:
+        """Elements of the parameter."""
+        return math.prod(self.slot.size)
+
+    @property
     def is_whole(self) -> bool:
         """Whether it is all of the parameter, which then keeps its shape."""
-        return self.numel == math.prod(self.slot.size)
+        return self.numel == self.whole_numel
 
 
 @final

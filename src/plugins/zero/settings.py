@@ -39,6 +39,8 @@ class ZeroSettings:
             model that is on the CPU already.
         persistence_threshold: stage 3 keeps modules with at most this many elements whole on every rank.
         prefetch: how many blocks stage 3 fetches ahead.
+        restore_parameters: whether stage 3 gives every rank the whole model at the end of a run, as code after `fit` expects;
+            set it to false for a model that no rank can hold, and use its checkpoint.
         max_live_mib: stage 3 fetches nothing ahead while so many MiB of fetched parameters are alive.
     """
 
@@ -55,6 +57,7 @@ class ZeroSettings:
     persistence_threshold: int = 1024
     prefetch: int = 1
     max_live_mib: float = 1024.0
+    restore_parameters: bool = True
 
     def __post_init__(self) -> None:
         for name in ("bucket_mib", "first_bucket_mib", "max_live_mib"):

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, final
 
 from typing_extensions import override
@@ -11,6 +13,9 @@ from typing_extensions import override
 from stratagem.errors import ConfigError
 from stratagem.mesh import MeshShape
 from stratagem.plugins.zero.settings import ZeroSettings
+from stratagem.plugins.zero.initial import ShardedInit
+from stratagem.plugins.zero.lane import SHARD_AXES
+from stratagem.plugins.zero.stage3 import Zero3
 from stratagem.plugins.zero.technique import Zero, Zero1, Zero2
 from stratagem.strategy.base import MeshStrategy
 from stratagem.strategy.settings import RunSettings
@@ -98,3 +103,34 @@ class Zero2Strategy(ZeroStrategy):
     @override
     def make_zero(self) -> Zero:
         return Zero2(self.zero)
+
+
+@final
+class Zero3Strategy(ZeroStrategy):
+    """ZeRO stage 3: parameters, gradients and the optimizer's state are divided over the ranks.
+
+    Bytes per parameter with float32 Adam on N ranks: `16/N`, and the blocks in use. Bytes sent per rank and optimizer step:
+    `3 (N-1)/N` times those of the parameters. What the module builds in `configure_model` is divided while it is built,
+    with the values of one process; what it builds in `__init__` is whole until the run is set up.
+
+    Args:
+        zero: buckets, partition, wires, offload.
+        replicas: groups of ranks that each divide a whole replica between them.
+        run: timeouts, transport, launcher, the meaning of `batch_size`.
+    """
+
+    _initial: ShardedInit | None = None
+
+    @override
+    def make_zero(self) -> Zero:
+        initial, self._initial = self._initial, None
+        return Zero3(self.zero, initial=initial)
+
+    @override
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Within it modules are divided while they are built. Collective over the shard axes."""
+        assert self.context is not None
+        self._initial = ShardedInit(self.context.communicator(*SHARD_AXES, lane="parameters"))
+        with self._initial:
+            yield

@@ -129,42 +129,54 @@ class Zero(DataTechnique, ABC):
                     allowed="parameters of the module",
                     do="create parameters in __init__ or configure_model, and keep them",
                 )
-        self._divide(strangers)
+        self._divide([(number, p) for number, p in strangers if not self._is_divided(p)])
         places = {id(p): (bucket, index) for bucket in self._buckets for index, p in enumerate(bucket.parameters)}
         for optimizer in self._optimizers:
             optimizer.take_over(places)
+
+    def _is_divided(self, parameter: nn.Parameter) -> bool:
+        return any(mine is parameter for bucket in self._buckets for mine in bucket.parameters)
 
     def _divide(self, strangers: Sequence[tuple[int, nn.Parameter]]) -> None:
         """Packs, cuts and adopts parameters, given with the number of their optimizer."""
         keys = [(number, parameter.requires_grad) for number, parameter in strangers]
         self._make_buckets([parameter for _, parameter in strangers], keys)
 
-    def _make_buckets(self, parameters: Sequence[nn.Parameter], keys: Sequence[Any]) -> list[Bucket]:
+    def _make_buckets(
+        self, parameters: Sequence[nn.Parameter], keys: Sequence[Any], *, divided: bool = False
+    ) -> list[Bucket]:
+        """Buckets of parameters with equal keys; `divided` if their values are, too."""
         cap = int(self.settings.bucket_mib * 2**20)
         first = int(self.settings.first_bucket_mib * 2**20)
         if self.stage > 1:
             cap, first = max(cap // 2, 1), max(first // 2, 1)
         layouts = pack_by_key(parameters, keys, cap_bytes=cap, first_cap_bytes=first)
         shard = self._lane.shard
+        rounds = self.settings.parameter_wire is not Wire.FULL
         device = torch.device("cpu") if self.settings.offload == "cpu" else None
         buckets = [
             Bucket(
                 each,
                 shard.rank,
                 [parameters[slot.index] for slot in each.layout.slots],
-                wants_master=self.settings.parameter_wire is not Wire.FULL and each.layout.dtype.is_floating_point,
+                wants_master=rounds and each.layout.dtype.is_floating_point and not divided,
                 master_device=device,
             )
             for each in cut(layouts, shard.size, how=self.settings.partition)
         ]
         for bucket in buckets:
-            self._adopt_values(bucket)
+            self._adopt_values(bucket, divided=divided)
         self._buckets += buckets
-        self._gradients.adopt(buckets)
+        self._announce(buckets)
         return buckets
 
-    def _adopt_values(self, bucket: Bucket) -> None:
+    def _adopt_values(self, bucket: Bucket, *, divided: bool) -> None:
+        assert not divided, "only stage 3 divides parameters"
         bucket.adopt_values()
+
+    def _announce(self, buckets: Sequence[Bucket]) -> None:
+        """Has the gradients of new buckets reduced from here on."""
+        self._gradients.adopt(buckets)
 
     # -- one step --------------------------------------------------------------------------------------------------
 
@@ -222,7 +234,8 @@ class Zero(DataTechnique, ABC):
         """Sends every rank the slices that the others have stepped. Collective over the shard axes."""
         done, self._reduced = self._reduced, self._gradients.num_reductions
         self._window = max(self._reduced - done, 1)
-        stepped = [bucket for bucket in optimizer.buckets if bucket.used]
+        used = {id(bucket) for bucket, index in optimizer.places.values() if bucket.used[index]}
+        stepped = [bucket for bucket in optimizer.buckets if id(bucket) in used]
         futures = []
         for bucket in stepped:
             bucket.publish()
@@ -244,7 +257,7 @@ class Zero(DataTechnique, ABC):
         return self.settings.parameter_wire if bucket.cut.layout.dtype.is_floating_point else Wire.FULL
 
     def _after_clear(self, optimizer: OwnedOptimizer, set_to_none: bool) -> None:
-        self._gradients.clear(optimizer.buckets, set_to_none=set_to_none)
+        self._gradients.clear(optimizer.places.values(), set_to_none=set_to_none)
 
     # -- where everything is ---------------------------------------------------------------------------------------
 
@@ -376,7 +389,24 @@ class Zero(DataTechnique, ABC):
 
     @override
     def close(self) -> None:
-        """Gives the module plain parameters and the optimizers plain groups (without state), and ends the threads."""
+        """Gives the module plain parameters and the optimizers plain groups (without state), and ends the threads.
+
+        Local in stages 1 and 2.
+        """
+        self._restore_module()
+        self._end()
+
+    @override
+    def abort(self) -> None:
+        """As `close`, but first wakes the threads if they wait for a peer. Local."""
+        for lane in self._lanes:
+            lane.abort()
+        self._end()
+
+    def _restore_module(self) -> None:
+        """Makes the parameters whole; they are in these stages."""
+
+    def _end(self) -> None:
         self._gradients.close()
         for optimizer in self._optimizers:
             optimizer.restore()
@@ -386,13 +416,6 @@ class Zero(DataTechnique, ABC):
         for lane in self._lanes:
             lane.close()
         self._lanes = []
-
-    @override
-    def abort(self) -> None:
-        """As `close`, but first wakes the threads if they wait for a peer."""
-        for lane in self._lanes:
-            lane.abort()
-        self.close()
 
 
 @final

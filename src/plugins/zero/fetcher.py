@@ -1,0 +1,315 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stage 3's parameters: here while they are needed, elsewhere otherwise.
+
+    forward    |  block 0  |  block 1  |  block 2  |        fetch k+1 while k computes; free k when it is done
+    backward   |  block 2  |  block 1  |  block 0  |        fetch again where backward asks; free when gradients are complete
+
+A fetched block is an ordinary flat memory of which the parameters are views. Freed, parameters keep their shape but point to a
+single NaN (`watched.absent`), so nothing can silently compute with what is not there.
+
+Note [what backward needs]: while a block's forward runs, autograd's saved tensors pass through a hook; of those that lie in
+a fetched memory only the place is kept, and when backward asks for one, its block is fetched. So backward fetches exactly
+what it reads, whatever the module looks like: called twice, nested outputs, losses hidden in attributes; an embedding is not
+fetched at all. Hooks of others (checkpointing) are handed everything else.
+
+Note [use from elsewhere]: a parameter that is read outside its block's forward (`F.linear(x, self.embed.weight)`) is fetched
+by the reading, and stays until the end of backward, as what autograd saves of it does.
+
+Note [one order on all ranks]: a fetch is collective, on demand. Ranks must therefore run the same blocks in the same order;
+what may differ between ranks must be small enough to stay whole (`persistence_threshold`). What is fetched ahead is what
+followed last time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from typing import Any, Literal, final
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from stratagem.collectives import Wire
+from stratagem.plugins.zero.blocks import Block
+from stratagem.plugins.zero.bucket import Bucket
+from stratagem.plugins.zero.lane import Lane
+from stratagem.plugins.zero.settings import ZeroSettings
+from stratagem.plugins.zero.watched import absent, unwatch, watch
+
+Phase = Literal["forward", "backward", "evaluation"]
+
+
+@final
+class Unit:
+    """A block and its buckets at run time.
+
+    Attributes:
+        memory: per bucket the flat memory that is being fetched or is in use; empty while the block is elsewhere.
+        is_here: whether the parameters are views of that memory.
+        num_users: forward passes that run through the block now.
+        is_pinned: whether it was used from outside its forward, and stays until the end of backward.
+        num_arrived: gradients that this backward has completed.
+        num_fetches: since the last optimizer step.
+        fetches_per_step: in the last optimizer step; once for forward and once for backward before there was one.
+    """
+
+    def __init__(self, block: Block, buckets: Sequence[Bucket]) -> None:
+        self.block, self.buckets = block, tuple(buckets)
+        self.memory: list[Tensor] = []
+        self.coming: list[Future[None]] = []
+        self.is_here, self.is_pinned = False, False
+        self.num_users = self.num_arrived = self.num_fetches = 0
+        self.fetches_per_step = 2
+        self.num_bytes = sum(bucket.cut.layout.num_bytes for bucket in self.buckets)
+
+    @property
+    def num_trained(self) -> int:
+        """Parameters that get a gradient."""
+        return sum(parameter.requires_grad for parameter in self.block.parameters)
+
+
+@final
+class _Saved:
+    """The place of a saved tensor in a block's memory."""
+
+    __slots__ = ("bucket", "offset", "size", "stride", "unit")
+
+    def __init__(self, unit: Unit, bucket: int, tensor: Tensor) -> None:
+        self.unit, self.bucket = unit, bucket
+        self.size, self.stride, self.offset = tensor.size(), tensor.stride(), tensor.storage_offset()
+
+
+@final
+class _Foreign:
+    """What another hook made of a saved tensor, and how it makes a tensor of that again."""
+
+    __slots__ = ("packed", "unpack")
+
+    def __init__(self, packed: Any, unpack: Callable[[Any], Tensor]) -> None:
+        self.packed, self.unpack = packed, unpack
+
+
+@final
+class Fetcher:
+    """Fetches and frees the blocks of a module.
+
+    Args:
+        lane: for fetches alone, so that they meet no reduction.
+        settings: see `ZeroSettings`.
+    """
+
+    def __init__(self, lane: Lane, settings: ZeroSettings) -> None:
+        self._lane, self._settings = lane, settings
+        self.units: list[Unit] = []
+        self._unit_of: dict[int, Unit] = {}
+        self._here: dict[int, tuple[Unit, int]] = {}
+        """Unit and bucket by the address of a fetched memory."""
+        self._order: list[Unit] = []
+        """Units that are here or coming, longest unused first."""
+        self._next: dict[tuple[Phase, int], Unit] = {}
+        self._last: tuple[Phase, int] | None = None
+        self._handles: list[RemovableHandle] = []
+        self._watched: list[nn.Module] = []
+        self._running: list[list[Unit]] = []
+        """What is needed by the forward passes that run now, innermost last."""
+
+    def adopt(self, module: nn.Module, units: Sequence[Unit]) -> None:
+        """Installs hooks: around every block's forward, and on reading its parameters anywhere in `module`. Local."""
+        self.units = list(units)
+        self._unit_of = {id(p): unit for unit in units for p in unit.block.parameters}
+        for unit in units:
+            for parameter in unit.block.parameters:
+                parameter.data = absent(parameter)
+        covered = {id(m) for unit in units if unit.block.is_whole for m in unit.block.module.modules()}
+        whole = {id(unit.block.module) for unit in units if unit.block.is_whole}
+        for each in module.modules():
+            mine = self._units_of(each._parameters.values())
+            if mine:
+                watch(each, self._on_use)
+                self._watched.append(each)
+            if id(each) in whole:
+                self._around(each, self._units_of(each.parameters()))
+            elif mine and id(each) not in covered:
+                self._around(each, mine)
+
+    def _units_of(self, parameters: Iterable[nn.Parameter | None]) -> list[Unit]:
+        found = (self._unit_of.get(id(parameter)) for parameter in parameters)
+        return list(dict.fromkeys(unit for unit in found if unit is not None))
+
+    def _around(self, module: nn.Module, units: list[Unit]) -> None:
+        """Has `units` here while `module` runs."""
+        self._handles.append(module.register_forward_pre_hook(lambda *_: self._enter(units)))
+        self._handles.append(module.register_forward_hook(lambda *_: self._leave(units), always_call=True))
+
+    # -- use -------------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def _phase() -> Phase:
+        if torch._C._current_graph_task_id() != -1:  # torch has no public word for "autograd runs backward here"
+            return "backward"
+        return "forward" if torch.is_grad_enabled() else "evaluation"
+
+    def _enter(self, units: list[Unit]) -> None:
+        for unit in units:
+            self.fetch(unit)
+            unit.num_users += 1
+        # The public class for this is a context manager; a forward's begin and end are two hooks.
+        pack, unpack = self._hooks_over(torch._C._autograd._top_saved_tensors_default_hooks(False))
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        self._running.append(units)
+
+    def _leave(self, units: list[Unit]) -> None:
+        if not self._running or self._running[-1] is not units:  # the fetch itself has failed
+            return
+        self._running.pop()
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        in_backward = self._phase() == "backward"  # a recomputed forward, whose backward follows at once
+        for unit in units:
+            unit.num_users -= 1
+            if not in_backward and not unit.is_pinned:
+                self.free(unit)
+
+    def _on_use(self, parameter: nn.Parameter) -> None:
+        """See Note [use from elsewhere]."""
+        unit = self._unit_of.get(id(parameter))
+        if unit is not None and not unit.num_users:
+            unit.is_pinned = True
+            self.fetch(unit)
+
+    def _hooks_over(self, outer: tuple[Any, Any] | None) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        """See Note [what backward needs]."""
+        if outer is not None and outer[0] == self._pack:
+            outer = None
+
+        def pack_over(tensor: Tensor) -> Any:
+            packed = self._pack(tensor)
+            assert outer is not None
+            return packed if isinstance(packed, _Saved) else _Foreign(outer[0](tensor), outer[1])
+
+        return (self._pack, self._unpack) if outer is None else (pack_over, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        if tensor.layout is not torch.strided:
+            return tensor
+        found = self._here.get(tensor.untyped_storage().data_ptr())
+        if found is None or tensor.dtype != found[0].memory[found[1]].dtype:
+            return tensor
+        return _Saved(*found, tensor)
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, _Saved):
+            self.fetch(packed.unit)
+            memory = packed.unit.memory[packed.bucket]
+            return memory.as_strided(packed.size, packed.stride, packed.offset)
+        return packed.unpack(packed.packed) if isinstance(packed, _Foreign) else packed
+
+    def on_gradient(self, parameter: Tensor) -> None:
+        """A gradient is complete: frees its block if it was the last. Local."""
+        unit = self._unit_of.get(id(parameter))
+        if unit is not None:
+            unit.num_arrived += 1
+            if unit.num_arrived >= unit.num_trained:
+                unit.num_arrived = 0
+                self.free(unit)
+
+    # -- fetching --------------------------------------------------------------------------------------------------
+
+    def fetch(self, unit: Unit) -> None:
+        """Has a block here when it returns, and others on their way. Collective over the shard axes if it is not yet here.
+
+        Sends `(N-1)/N` of the block's bytes.
+        """
+        phase = self._phase()
+        if unit.is_here and self._last == (phase, id(unit)):
+            return
+        here, self._last = self._last, (phase, id(unit))
+        if here is not None and here != self._last and here[0] == phase:
+            self._next[here] = unit
+        self._start(unit)
+        if not unit.is_here:
+            for future in unit.coming:
+                future.result()
+            self._arrive(unit)
+        self._order.remove(unit)
+        self._order.append(unit)
+        if phase == "backward":
+            self._make_room(unit)
+        self._look_ahead(unit, phase)
+
+    def _start(self, unit: Unit) -> None:
+        if unit.memory:
+            return
+        self._order.append(unit)
+        unit.num_fetches += 1
+        unit.coming = []
+        for bucket in unit.buckets:
+            layout = bucket.cut.layout
+            flat = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
+            assert bucket.share is not None
+            with torch.no_grad():
+                flat[slice(*bucket.span)].copy_(bucket.share)
+            wire = self._settings.parameter_wire if layout.dtype.is_floating_point else Wire.FULL
+            gather = self._lane.shard.all_gather
+            unit.coming.append(self._lane.submit(gather, flat, bounds=bucket.cut.bounds, wire=wire))
+            unit.memory.append(flat)
+
+    def _arrive(self, unit: Unit) -> None:
+        unit.coming, unit.is_here = [], True
+        for number, (bucket, flat) in enumerate(zip(unit.buckets, unit.memory, strict=True)):
+            for slot, parameter in zip(bucket.cut.layout.slots, bucket.parameters, strict=True):
+                parameter.data = slot.view(flat)
+            if flat.numel():
+                self._here[flat.untyped_storage().data_ptr()] = (unit, number)
+
+    def _look_ahead(self, unit: Unit, phase: Phase) -> None:
+        """Starts to fetch what came next last time, as far as the bound on fetched bytes allows."""
+        for _ in range(self._settings.prefetch):
+            following = self._next.get((phase, id(unit)))
+            if following is None or following is unit:
+                return
+            alive = sum(each.num_bytes for each in self._order)
+            if not following.memory and alive + following.num_bytes > self._settings.max_live_mib * 2**20:
+                return
+            self._start(following)
+            unit = following
+
+    def _make_room(self, needed: Unit) -> None:
+        """Frees blocks that backward has left behind without completing gradients (frozen ones, unused parameters)."""
+        idle = [u for u in self._order if u.is_here and u is not needed and not u.num_users and not u.is_pinned]
+        for unit in idle[: max(len(idle) - 1, 0)]:
+            self.free(unit)
+
+    def free(self, unit: Unit) -> None:
+        """Lets go of a block's memory, unless a forward runs through it. Local."""
+        if unit.num_users or not unit.memory:
+            return
+        for future in unit.coming:
+            future.result()
+        for flat in unit.memory:
+            self._here.pop(flat.untyped_storage().data_ptr() if flat.numel() else -1, None)
+        for parameter in unit.block.parameters:
+            parameter.data = absent(parameter)
+        unit.memory, unit.coming, unit.is_here, unit.is_pinned = [], [], False, False
+        self._order.remove(unit)
+
+    def count_step(self) -> None:
+        """An optimizer step is over. Local."""
+        for unit in self.units:
+            unit.fetches_per_step, unit.num_fetches = unit.num_fetches or unit.fetches_per_step, 0
+
+    def free_all(self) -> None:
+        """Lets go of every block; what comes next is a new pass. Local."""
+        for unit in list(self._order):
+            self.free(unit)
+        for unit in self.units:
+            unit.num_arrived = 0
+        self._last = None
+
+    def close(self) -> None:
+        """Removes the hooks; parameters stay as they are. Local."""
+        for handle in self._handles:
+            handle.remove()
+        for module in self._watched:
+            unwatch(module)
+        self._handles, self._watched = [], []

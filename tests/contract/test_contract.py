@@ -6,11 +6,16 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import seed_everything
 from typing_extensions import override
 
 from stratagem.registry import strategies
-from stratagem.testing.contract import StrategyContract, Subject
+from stratagem.testing.contract import CASES, StrategyContract, Subject
 from stratagem.testing.contract.fingerprint import ModelFacts
+from stratagem.testing.contract.runs import Run, make_loader, make_trainer
+from stratagem.testing.replicas import assert_replicas_equal
 
 OURS = sorted(name for name, entry in strategies().items() if entry.distribution == "stratagem")
 
@@ -34,6 +39,31 @@ class TestRegistered(StrategyContract):
         return {"ring_ddp": replicas}.get(subject.name)
 
 
-def test_no_strategy_of_ours_lacks_what_it_does_not_refuse() -> None:
-    """`Lacks` is for others: ours either do it or refuse it."""
-    assert OURS
+def test_something_is_registered() -> None:
+    """Without a name the class above would pass by testing nothing."""
+    assert "ring_ddp" in OURS
+
+
+@pytest.mark.ranks(2, 3)
+def test_ring_ddp_trains_without_the_backends_reductions() -> None:
+    """A ring of its own: where torch's reductions raise, it still trains."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise AssertionError("the backend's own reduction was called")
+
+    kept = {name: getattr(dist, name) for name in ("all_reduce", "reduce", "reduce_scatter_tensor", "reduce_scatter")}
+    case = next(case for case in CASES if case.name == "gpt_tied")
+    subject = Subject(strategy="ring_ddp")
+    seed_everything(1, verbose=False)
+    module = case.module()
+    before = [parameter.detach().clone() for parameter in module.parameters()]
+    try:
+        for name in kept:
+            setattr(dist, name, refuse)
+        trainer = make_trainer(subject, Run(clip=case.clip))
+        trainer.fit(module, make_loader(subject, case.data(36), case.global_batch))
+    finally:
+        for name, original in kept.items():
+            setattr(dist, name, original)
+    assert not all(torch.equal(old, new) for old, new in zip(before, module.parameters(), strict=True))
+    assert_replicas_equal(module)

@@ -12,9 +12,9 @@
     5 promises       what Lightning promises holds                                             promises.py
     6 failure        one rank's end is every rank's end, soon and with its cause               failure.py
 
-Item 4, resuming, joins with the checkpoints. The suite trusts nothing that the strategy says about itself: it reads losses
-and gradients off the module, bytes off the kernel, and memory off the storages. What it was proved to catch is in its
-own tests.
+Item 4, resuming, joins with the checkpoints. The suite trusts nothing that the strategy says about itself: it reads
+losses and gradients off the module, bytes off the kernel, and memory off the storages. What it was proved to catch is
+in its own tests.
 """
 
 from __future__ import annotations

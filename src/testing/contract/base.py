@@ -13,17 +13,27 @@ import pytest
 from lightning.pytorch.strategies import Strategy
 
 from stratagem.testing.contract.runs import Gangs
-from stratagem.testing.contract.subject import CAPABILITIES, NO_SKIPPED_STEPS, Capability, Lacks, Refuses, Subject
+from stratagem.testing.contract.subject import (
+    CAPABILITIES,
+    NO_SKIPPED_STEPS,
+    Capability,
+    Lacks,
+    Precision,
+    Refuses,
+    Subject,
+)
 
 on_each_world_size = pytest.mark.parametrize("num_ranks", [1, 2, 3, 4], ids=lambda number: f"{number}ranks")
 """Makes one test of each number of ranks; the fixture `subject` skips those that are not claimed."""
 
 
 class ContractBase:
-    """The settings of a contract: class attributes that a subclass sets; see `StrategyContract`."""
+    """The settings of a contract: class attributes that a subclass sets; see `Subject` for what each one means."""
 
     strategy: ClassVar[str | Callable[[], Strategy]]
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
+    precisions: ClassVar[tuple[Precision, ...]] = ("32-true", "bf16-mixed", "bf16-true", "64-true")
+    replicated: ClassVar[tuple[str, ...]] = ("parameters", "buffers", "optimizer")
     supports_manual_optimization: ClassVar[Capability] = True
     supports_accumulation: ClassVar[Capability] = True
     supports_clipping_by_norm: ClassVar[Capability] = True
@@ -41,7 +51,13 @@ class ContractBase:
         """The subject that the class attributes describe; override it to describe one in another way."""
         strategy: Any = inspect.getattr_static(type(self), "strategy")
         claims = {name: getattr(self, f"supports_{name}") for name in CAPABILITIES}
-        return Subject(strategy=getattr(strategy, "__func__", strategy), world_sizes=self.world_sizes, **claims)
+        return Subject(
+            strategy=getattr(strategy, "__func__", strategy),
+            world_sizes=self.world_sizes,
+            precisions=self.precisions,
+            replicated=self.replicated,
+            **claims,
+        )
 
     @pytest.fixture
     def subject(self, described: Subject, request: pytest.FixtureRequest) -> Subject:
@@ -68,7 +84,7 @@ def skip_if_lacking(subject: Subject, *needs: str) -> None:
 
 @contextmanager
 def unless_refused(subject: Subject, *needs: str) -> Iterator[None]:
-    """Runs the block, which needs these capabilities: skipped if one is lacking, expected to be refused if one is refused.
+    """Runs the block, which needs these capabilities: skipped where one is lacking, and must be refused where one is.
 
     Args:
         subject: the strategy under test.

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Item 3 of the contract: a technique is what it sends and what it holds.
 
-Sent bytes are the kernel's count of what left this rank's sockets; held bytes are unique storages. Both are compared with
-the formula of the technique and, where the contract's user knows better, with a formula of the user's own. So a name that
-is an alias of another technique fails, whatever it says about itself.
+Sent bytes are the kernel's count of what left this rank's sockets; held bytes are unique storages. Both are compared
+with the formula of the technique and, where the contract's user knows better, with a formula of the user's own. So a
+name that is an alias of another technique fails, whatever it says about itself.
 
     step 0          sockets open, buckets are laid out: not counted
     step 1, 2       counted, from the start of a batch to the end of its optimizer step
@@ -102,7 +102,7 @@ class FingerprintContract(ContractBase):
         return None
 
     def expected_held_bytes(self, subject: Subject, facts: ModelFacts, num_ranks: int) -> Mapping[str, float] | None:
-        """Bytes that a rank holds, by kind: `parameters`, `gradients`, `optimizer` (SGD's momentum); or None, as above."""
+        """Bytes that a rank holds: `parameters`, `gradients`, `optimizer` (SGD's momentum); or None, as above."""
         return None
 
     @on_each_world_size
@@ -158,7 +158,7 @@ class FingerprintContract(ContractBase):
     def _held_formulas(self, subject: Subject, found: Fingerprint, num_ranks: int) -> dict[str, dict[str, float]]:
         given = self.expected_held_bytes(subject, found.facts, num_ranks)
         sources = {"the formula": given, "its own statement": found.stated_held}
-        momentum = {"optimizer": float(found.facts.trained)}
+        momentum = {"optimizer": float((given or {}).get("optimizer", found.facts.trained))}  # no technique states it
         return {name: {**momentum, **formula} for name, formula in sources.items() if formula is not None}
 
 

@@ -110,10 +110,12 @@ class Gangs:
 
     Args:
         modules: what the ranks inherit beside the usual, pytest's setting `ranks_preload`.
+        patience: an upper bound on every deadline, for who expects a run to hang.
     """
 
-    def __init__(self, modules: Sequence[str] = ()) -> None:
+    def __init__(self, modules: Sequence[str] = (), *, patience: timedelta | None = None) -> None:
         self.modules = tuple(modules)
+        self.patience = patience
 
     def run(self, num_ranks: int, body: Any, kwargs: Mapping[str, Any], **options: Any) -> list[Any]:
         """As `run_ranks`; a rank that raises, dies or hangs fails the test with the report of all ranks."""
@@ -126,6 +128,8 @@ class Gangs:
 
     def attempt(self, num_ranks: int, body: Any, kwargs: Mapping[str, Any], **options: Any) -> list[Any]:
         """As `run_ranks`, for tests that expect `RanksFailed`."""
+        if self.patience is not None:
+            options["deadline"] = min(self.patience, options.get("deadline", self.patience))
         return run_ranks(num_ranks, body, kwargs, modules=self.modules, **options)
 
 

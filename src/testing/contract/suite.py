@@ -10,4 +10,18 @@ from stratagem.testing.contract.promises import PromisesContract
 
 
 class StrategyContract(ParityContract, FingerprintContract, PromisesContract, FailureContract):
-    """The contract; subclass it in a test module and name your strategy."""
+    """The contract; subclass it in a test module and name your strategy.
+
+        class TestMine(StrategyContract):
+            strategy = "my_name"                       # or a class or function that builds it
+            world_sizes = (1, 2, 4)
+            supports_manual_optimization = Refuses("the engine owns the optimizer")
+
+            def expected_wire_bytes(self, subject, facts, num_ranks):
+                return 2 * (num_ranks - 1) / num_ranks * facts.trained
+
+    Every `supports_...` is True unless the class says otherwise: `Refuses(why)`, and the suite checks that the strategy
+    does refuse, or `Lacks(why)`, and the tests are skipped with that reason. A strategy built on `MeshStrategy` states
+    its bytes itself and is run with the settings that the contract needs; any other one is given the global batch by a
+    sampler, and must be given the two formulas `expected_wire_bytes` and `expected_held_bytes`.
+    """

@@ -3,10 +3,10 @@
 
     python examples/bench_training.py [--rounds 5] [--json FILE]
 
-A GPT of about 17 million parameters trains under each strategy in turn, round after round, in fresh warm processes with one
-thread per rank. A figure is the median over all steps of all rounds; strategies take turns within a round, so a machine
-that slows down slows them all. *Exposed communication* is the step on 2 ranks minus the step of a single device on the
-same batch per rank,
+A GPT of about 17 million parameters trains under each strategy in turn, round after round, in fresh warm processes with
+one thread per rank. A figure is the median over all steps of all rounds; strategies take turns within a round, so a
+machine that slows down slows them all. *Exposed communication* is the step on 2 ranks minus the step of a single device
+on the same batch per rank,
 """
 
 from __future__ import annotations

@@ -171,8 +171,8 @@ class DataTechnique(Technique):
     def norm_parts(self, tensors: Iterable[Tensor]) -> list[tuple[Placement, Tensor]]:
         """The gradients of an optimizer's tensors, placed, for `global_norm`. Local.
 
-        Every rank must find the same sets of shard axes among them, or the ranks would not meet in the norm: a technique
-        that leaves a rank without any gradient adds a zero.
+        Every rank must find the same sets of shard axes among them, or the ranks would not meet in the norm: a
+        technique that leaves a rank without any gradient adds a zero.
         """
         found = [(self.placement_of(t) or Placement("", tuple(t.shape)), t.grad) for t in tensors]
         return [(placement, gradient) for placement, gradient in found if gradient is not None]
@@ -206,8 +206,8 @@ class DataTechnique(Technique):
 class ChangedBuffers:
     """Tells which modules' buffers changed since they were last sent, so that constant ones (rotary tables) never are.
 
-    A module's buffers go together: batch norm's kernel writes its running statistics without counting a version, but the
-    module counts its batches.
+    A module's buffers go together: batch norm's kernel writes its running statistics without counting a version, but
+    the module counts its batches.
 
     Args:
         module: with all modules below it.

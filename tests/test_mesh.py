@@ -44,7 +44,7 @@ def test_each_share_of_the_data_is_read_by_all_ranks_that_differ_elsewhere(shape
 
 
 def test_megatron_default_order_of_eight_ranks() -> None:
-    """Megatron-LM, tp 2 dp 2 pp 2 in its default order tp-cp-ep-dp-pp: tp 01|23|45|67, dp 02|13|46|57, pp 04|15|26|37."""
+    """Megatron-LM, tp 2 dp 2 pp 2, order tp-cp-ep-dp-pp: tp 01|23|45|67, dp 02|13|46|57, pp 04|15|26|37."""
     shape = MeshShape(tp=2, dp_replicate=2, pp=2)
     assert shape.rows("tp") == ((0, 1), (2, 3), (4, 5), (6, 7))
     assert shape.rows("dp_replicate") == ((0, 2), (1, 3), (4, 6), (5, 7))

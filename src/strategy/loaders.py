@@ -87,8 +87,8 @@ class LoaderOrder:
     def _make_stateful(self, loader: DataLoader[Any], sampler: OrderedBatchSampler) -> None:
         """Lightning stores the state of loaders that have `state_dict`; a user's own state takes precedence."""
         if not hasattr(loader, "state_dict"):
-            loader.state_dict = partial(self._state, sampler)  # type: ignore[attr-defined]
-            loader.load_state_dict = sampler.load_state_dict  # type: ignore[attr-defined]
+            loader.state_dict = partial(self._state, sampler)
+            loader.load_state_dict = sampler.load_state_dict
 
     def _state(self, sampler: OrderedBatchSampler) -> dict[str, int]:
         ready, length = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready, len(sampler)

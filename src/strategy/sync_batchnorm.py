@@ -36,7 +36,7 @@ class _Normalise(Function):
     """Normalises `x` `[B, C, ...]` by the statistics of all ranks; collective in forward and in backward."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, comm: Communicator
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the output, and for running statistics mean and biased variance `[C]` and the count `[1]`."""
@@ -62,7 +62,7 @@ class _Normalise(Function):
         return out.to(x.dtype), mean, variance, total
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         """Gradients of x, weight and bias."""
         normal, inverse_std, weight, total = ctx.saved_tensors
         dims = [dim for dim in range(grad.dim()) if dim != 1]

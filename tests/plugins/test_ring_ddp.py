@@ -141,7 +141,7 @@ class Branches(nn.Module):
 
 @pytest.mark.ranks(2, 3)
 def test_ranks_may_take_different_branches_in_different_order() -> None:
-    """Rank 0 goes 0, 1; rank 1 goes 2, 1; the average counts a branch that a rank left out as zero, and what nobody used
+    """Rank 0 goes 0, 1; rank 1 goes 2, 1; the average counts a branch that a rank left out as zero; what nobody used
     keeps no gradient, so that weight decay leaves it alone. In the next step other branches are used."""
     rank, size = dist.get_rank(), dist.get_world_size()
     module, reference, ring, here = Branches(), Branches(), RingDDP(TINY), context()
@@ -401,7 +401,7 @@ class Sleepy(torch.autograd.Function):
 
 @pytest.mark.ranks(2)
 def test_buckets_leave_while_backward_still_runs() -> None:
-    """Four layers, each with 50 ms of backward and, by a slowed-down ring, 40 ms of sending: in a row that is 360 ms."""
+    """Four layers, each with 50 ms of backward and, by a slowed-down ring, 40 ms of sending: in a row 360 ms."""
     layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
     ring, here = RingDDP(RingDDPSettings(bucket_mib=0.016, first_bucket_mib=0.016)), context()
     ring.apply(layers, here)

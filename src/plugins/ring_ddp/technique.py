@@ -183,7 +183,7 @@ class RingDDP(DataTechnique):
         self._pending = True
         if not self._callback_queued:  # a plain loss.backward() ends here; a strategy calls finish() itself as well
             self._callback_queued = True
-            Variable._execution_engine.queue_callback(self.finish)  # type: ignore[no-untyped-call]
+            Variable._execution_engine.queue_callback(self.finish)
         number = self._slots[index][0]
         if self._arrived[index]:
             if number < self._next:
@@ -293,7 +293,7 @@ class RingDDP(DataTechnique):
                 self._adopt(slot.index)
 
     def _flags(self) -> Tensor | None:
-        """One integer per parameter (has it a gradient?) and module with buffers (did they change?), if there are any."""
+        """One integer per parameter (has it a gradient?) and per module with buffers (did they change?)."""
         flags: list[bool] = []
         if self.settings.unused_parameters == "detect":
             flags += [parameter.grad is not None for parameter in self._parameters]

@@ -31,7 +31,6 @@ import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
 from lightning.fabric.utilities.distributed import (
     _get_default_process_group_backend_for_device,
-    _init_dist_connection,
     _sync_ddp,
 )
 from lightning.fabric.utilities.seed import reset_seed
@@ -49,6 +48,7 @@ from stratagem.mesh import MeshShape
 from stratagem.placement import Placement, clip_by_norm, global_norm
 from stratagem.strategy.launcher import make_launcher
 from stratagem.strategy.loaders import LoaderOrder
+from stratagem.strategy.rendezvous import Rendezvous
 from stratagem.strategy.settings import RunSettings
 from stratagem.strategy.sync_batchnorm import convert_batchnorm, restore_batchnorm
 from stratagem.technique import Context, DataTechnique, Technique
@@ -150,7 +150,7 @@ class MeshStrategy(ParallelStrategy, ABC):
             assert self.cluster_environment is not None
             backend = self.run.backend or _get_default_process_group_backend_for_device(self.root_device)
             device = None if self.root_device.type == "cpu" else self.root_device
-            _init_dist_connection(self.cluster_environment, backend, timeout=self.run.timeout, device_id=device)
+            Rendezvous.open(self.cluster_environment, backend, timeout=self.run.timeout, device=device)
         self.context = Context(
             self.mesh_shape(self.world_size),
             self.global_rank,
@@ -344,7 +344,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         if not isinstance(tensor, Tensor) or self.context is None:
             return tensor
         if group is not None:
-            return _sync_ddp(tensor, group, reduce_op)
+            return _sync_ddp(tensor.detach().clone(), group, reduce_op)
         name = str(getattr(reduce_op, "name", reduce_op) or "sum").lower()
         name = {"avg": "mean"}.get(name.removeprefix("redoptype."), name)
         result = tensor.detach().clone(memory_format=torch.contiguous_format).to(self.root_device)

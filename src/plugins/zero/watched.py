@@ -85,5 +85,5 @@ def absent(parameter: Tensor) -> Tensor:
 
     Counting parameters stays right; computing with it is loudly wrong, writing into it an error.
     """
-    nothing = parameter.new_full((), float("nan"))
-    return nothing.expand(parameter.shape)
+    nothing = parameter.new_full([1] * parameter.dim(), float("nan"))
+    return nothing if parameter.numel() == 1 else nothing.expand(parameter.shape)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -140,6 +141,8 @@ def test_the_smallest_extra_that_brings_a_module_is_named(monkeypatch: pytest.Mo
             'pytest; extra == "all"',
             "need_ed>=2 ; python_version > '3' and extra == 'speed'",
             'pytest; extra == "pytest"',
+            'pytest-more; extra == "pytest"',
+            'pytest; extra == "less"',
             'torch; extra == "a_small_one"',
         ),
     )
@@ -147,6 +150,15 @@ def test_the_smallest_extra_that_brings_a_module_is_named(monkeypatch: pytest.Mo
     assert extra_that_brings("pytest", distribution="many") == "pytest"
     assert extra_that_brings("yaml", distribution="many") == ""
     assert extra_that_brings("yaml", distribution="not-installed-at-all") == ""
+
+
+def test_what_is_declared_is_installed() -> None:
+    """A name added to pyproject.toml is seen only after the next install, and not behind an old egg-info folder."""
+    root = Path(__file__).parent.parent
+    declared = tomllib.loads((root / "pyproject.toml").read_text())["project"]["entry-points"]
+    for group in ("stratagem.strategies", "stratagem.techniques"):
+        installed = {n: e.value for n, e in entries(group).items() if e.distribution == "stratagem"}
+        assert installed == declared[group], "remove *.egg-info from the project's root and run `pip install -e .`"
 
 
 def test_our_own_extra_is_found() -> None:

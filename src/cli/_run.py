@@ -88,6 +88,23 @@ class RunCLI(LightningCLI):
             torch.set_num_threads(1)
 
     @override
+    def _parse_ckpt_path(self) -> None:
+        """LightningCLI reads hyperparameters out of the checkpoint; a file that is none is the user's mistake.
+
+        Raises:
+            ConfigError: the file is not a checkpoint.
+        """
+        try:
+            super()._parse_ckpt_path()
+        except ArgumentError as error:
+            fault = understand(str(error))
+            what = f"its hyperparameters do not fit the model: {'.'.join(fault.keys)}: {fault.what or 'unknown key'}"
+            raise ConfigError(what, where="ckpt_path") from error
+        except Exception as error:  # torch.load raises as many kinds of errors as there are broken files
+            reason = f"{type(error).__name__}: {error}".split("\n")[0]
+            raise ConfigError(f"this file is no checkpoint ({reason})", where="ckpt_path") from error
+
+    @override
     def instantiate_classes(self) -> None:
         """Build data, model and trainer.
 

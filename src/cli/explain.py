@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import inspect
+import re
 import sys
 import typing
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from lightning.pytorch.strategies import StrategyRegistry
 import stratagem
 from stratagem.registry import strategies, unknown
 from stratagem.strategy.lightning_registry import lightning_conflict, lightning_names
+
+_ARGUMENTS = re.compile(r"^Args:\n(?: +.*\n|\n)*", re.MULTILINE)  # told below, with types and defaults
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     else:
         raise unknown(options.name, {*ours, *lightning_names()}, kind="strategy")
     print(f"{name}  ({class_path}, {origin})\n")
-    print(inspect.getdoc(cls) or "It has no docstring.")
+    print(_ARGUMENTS.sub("", f"{inspect.getdoc(cls) or 'It has no docstring.'}\n").rstrip())
     package = sys.modules.get(cls.__module__.rpartition(".")[0]) if name in ours else None
     if package is not None and package.__doc__:
         print(f"\n{inspect.cleandoc(package.__doc__)}")
@@ -54,8 +57,8 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _options(cls: Any) -> Iterator[str]:
-    """One line per option: name, type, default, and what its docstring says."""
+def _options(cls: Any, prefix: str = "") -> Iterator[str]:
+    """One line per option, as a config writes it: name, type, default, and what its docstring says."""
     try:
         hints = typing.get_type_hints(cls.__init__ if inspect.isclass(cls) else cls)
     except (NameError, TypeError):
@@ -65,16 +68,13 @@ def _options(cls: Any) -> Iterator[str]:
         if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
             continue
         hint = hints.get(parameter.name, parameter.annotation)
-        yield _line(parameter.name, hint, parameter.default, texts.get(parameter.name, ""))
+        name, text = f"{prefix}{parameter.name}", texts.get(parameter.name, "")
         settings = [kind for kind in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(kind)]
-        for kind in settings:
-            yield from (f"  {line}" for line in _options(kind))
-
-
-def _line(name: str, hint: Any, default: Any, text: str) -> str:
-    kind = "" if hint is inspect.Parameter.empty else f": {inspect.formatannotation(hint).replace('typing.', '')}"
-    given = " (required)" if default is inspect.Parameter.empty else f" = {default!r}"
-    return f"{name}{kind}{given}" + (f"\n      {text}" if text else "")
+        kind = "" if hint is parameter.empty else f": {inspect.formatannotation(hint).replace('typing.', '')}"
+        default = " (required)" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        yield f"{name}: {text}" if settings else f"{name}{kind}{default}" + (f"\n      {text}" if text else "")
+        for group in settings:
+            yield from (f"  {line}" for line in _options(group, f"{name}."))
 
 
 def _texts(cls: Any) -> dict[str, str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 import pytest
 from lightning.pytorch.strategies import Strategy
 
+from stratagem.testing.contract.cases import CASES, Case
 from stratagem.testing.contract.runs import Gangs
 from stratagem.testing.contract.subject import (
     CAPABILITIES,
@@ -23,14 +24,24 @@ from stratagem.testing.contract.subject import (
     Subject,
 )
 
-on_each_world_size = pytest.mark.parametrize("num_ranks", [1, 2, 3, 4], ids=lambda number: f"{number}ranks")
-"""Makes one test of each number of ranks; the fixture `subject` skips those that are not claimed."""
+_Test = TypeVar("_Test", bound=Callable[..., None])
+
+
+def on_ranks(*num_ranks: int) -> Callable[[_Test], _Test]:
+    """Makes one test of each of these numbers of ranks that the class claims to be made for, of one at least."""
+
+    def mark(test: _Test) -> _Test:
+        test.wanted_ranks = num_ranks  # type: ignore[attr-defined]
+        return test
+
+    return mark
 
 
 class ContractBase:
     """The settings of a contract: class attributes that a subclass sets; see `Subject` for what each one means."""
 
     strategy: ClassVar[str | Callable[[], Strategy]]
+    cases: ClassVar[Sequence[Case]] = CASES
     world_sizes: ClassVar[tuple[int, ...]] = (1, 2, 3, 4)
     precisions: ClassVar[tuple[Precision, ...]] = ("32-true", "bf16-mixed", "bf16-true", "64-true")
     replicated: ClassVar[tuple[str, ...]] = ("parameters", "buffers", "optimizer")
@@ -45,6 +56,16 @@ class ContractBase:
     supports_own_seeds: ClassVar[Capability] = True
     supports_naming_the_peer: ClassVar[Capability] = True
     supports_bounded_hang: ClassVar[Capability] = True
+
+    def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
+        """Numbers of ranks and cases, out of those that the class names."""
+        if "case" in metafunc.fixturenames:
+            metafunc.parametrize("case", self.cases, ids=[case.name for case in self.cases])
+        if "num_ranks" in metafunc.fixturenames:
+            wanted: tuple[int, ...] = metafunc.function.wanted_ranks
+            fitting = [size for size in wanted if size in self.world_sizes]
+            sizes = fitting or [min(self.world_sizes, key=lambda size: (size == 1, size))]
+            metafunc.parametrize("num_ranks", sizes, ids=[f"{size}ranks" for size in sizes])
 
     @pytest.fixture
     def described(self) -> Subject:

@@ -18,7 +18,7 @@ import pytest
 
 from stratagem.errors import CommunicationError
 from stratagem.mesh import AXES
-from stratagem.testing.contract.base import ContractBase, skip_if_lacking
+from stratagem.testing.contract.base import ContractBase, on_ranks, skip_if_lacking
 from stratagem.testing.contract.cases import CASES
 from stratagem.testing.contract.runs import Gangs, Run, make_loader, make_trainer
 from stratagem.testing.contract.subject import Build, Subject
@@ -36,13 +36,11 @@ _SHORT = timedelta(seconds=2)
 
 _CULPRIT, _STEP = 1, 1
 
-on_a_few_ranks = pytest.mark.parametrize("num_ranks", [2, 3], ids=lambda number: f"{number}ranks")
-
 
 class FailureContract(ContractBase):
     """A rank that raises, dies or hangs ends the run on every rank in bounded time, with the cause named."""
 
-    @on_a_few_ranks
+    @on_ranks(2, 3)
     @pytest.mark.parametrize("moment", ["before_forward", "before_backward", "after_backward"])
     def test_a_rank_that_raises(self, subject: Subject, gangs: Gangs, num_ranks: int, moment: Any) -> None:
         """Keeps its own error; nobody waits for it."""
@@ -51,7 +49,7 @@ class FailureContract(ContractBase):
         assert isinstance(failures[_CULPRIT].exception, InjectedFault), failures[_CULPRIT].summary
         _assert_others_say_why(subject, failures, num_ranks)
 
-    @on_a_few_ranks
+    @on_ranks(2, 3)
     def test_a_rank_that_is_killed(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
         """The others are told by the closed connection, not by a timeout."""
         fault = Fault("kill", _CULPRIT, _STEP, "before_backward")
@@ -61,7 +59,7 @@ class FailureContract(ContractBase):
         assert _CULPRIT not in failures, failures[_CULPRIT].summary
         _assert_others_say_why(subject, failures, num_ranks)
 
-    @on_a_few_ranks
+    @on_ranks(2, 3)
     def test_a_rank_that_hangs(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
         """The others wait for the run's timeout, and no longer."""
         skip_if_lacking(subject, "bounded_hang")
@@ -71,7 +69,7 @@ class FailureContract(ContractBase):
         assert failures[_CULPRIT].exitcode is None, f"the hanging rank ended by itself: {failures[_CULPRIT].summary}"
         _assert_others_say_why(subject, failures, num_ranks)
 
-    @on_a_few_ranks
+    @on_ranks(2, 3)
     def test_every_rank_raises(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
         """Each keeps its own error: nobody waits in the teardown for the others, and no error hides another."""
         faults = tuple(Fault("raise", rank, _STEP, "before_forward") for rank in range(num_ranks))

@@ -31,7 +31,7 @@ from stratagem.models.gpt import GPT, GPTConfig
 from stratagem.models.optim import OptimizerSettings
 from stratagem.strategy.base import MeshStrategy
 from stratagem.technique import DataTechnique
-from stratagem.testing.contract.base import ContractBase, on_each_world_size
+from stratagem.testing.contract.base import ContractBase, on_ranks
 from stratagem.testing.contract.cases import tokens
 from stratagem.testing.contract.runs import Gangs, Run, make_loader, make_trainer
 from stratagem.testing.contract.subject import Build, Subject
@@ -105,7 +105,7 @@ class FingerprintContract(ContractBase):
         """Bytes that a rank holds: `parameters`, `gradients`, `optimizer` (SGD's momentum); or None, as above."""
         return None
 
-    @on_each_world_size
+    @on_ranks(1, 2, 3, 4)
     def test_bytes_are_those_of_the_formula(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
         """Sent: by the kernel's count, to the right neighbour, whatever the accumulation. Held: by unique storages."""
         accumulations = (1, 4) if subject.accumulation is True else (1,)

@@ -16,15 +16,12 @@ import pytest
 import torch
 
 from stratagem.testing.contract import stages
-from stratagem.testing.contract.base import ContractBase, unless_refused
+from stratagem.testing.contract.base import ContractBase, on_ranks, unless_refused
 from stratagem.testing.contract.cases import CASES
 from stratagem.testing.contract.narrator import Narrator
 from stratagem.testing.contract.parity import assert_replicas, assert_same_training, close, close_states, mean_losses
 from stratagem.testing.contract.runs import Gangs, Run, reference, train
 from stratagem.testing.contract.subject import Precision, Subject
-
-on_some_ranks = pytest.mark.parametrize("num_ranks", [1, 2, 3], ids=lambda number: f"{number}ranks")
-on_several_ranks = pytest.mark.parametrize("num_ranks", [2, 3], ids=lambda number: f"{number}ranks")
 
 _LOGGED = 1e-6
 """Lightning keeps what is logged in float32, whatever the precision."""
@@ -36,7 +33,7 @@ _LOOSE: dict[Precision, float] = {"32-true": 1e-4, "bf16-mixed": 3e-2, "bf16-tru
 class PromisesContract(ContractBase):
     """Stages, logs, metrics, checkpoints, early stopping, precision, hooks, skipped steps."""
 
-    @on_some_ranks
+    @on_ranks(1, 2, 3)
     def test_stages_logs_and_metrics(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
         """fit, validate, test, predict, and fit again, in one process: every logged number is that of one process."""
         even = subject.uneven_batches is not True
@@ -58,7 +55,7 @@ class PromisesContract(ContractBase):
         assert [number for number, _ in seen] == [number for number, _ in one.predictions], "samples lost or doubled"
         close([loss for _, loss in seen], [loss for _, loss in one.predictions], subject.tolerance, "predictions")
 
-    @on_some_ranks
+    @on_ranks(1, 2, 3)
     def test_strategy_talks(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
         """reduce, broadcast, barrier, votes and `self.all_gather`, gradients included."""
         for rank, said in enumerate(_run(gangs, num_ranks, stages.talk, {"subject": subject})):
@@ -70,7 +67,7 @@ class PromisesContract(ContractBase):
             assert said["gathered"] == [[number, 10 * number] for number in ranks], f"all_gather on rank {rank}"
             assert said["tree"] == {"a": [float(number) for number in ranks]}
 
-    @on_several_ranks
+    @on_ranks(2, 3)
     def test_checkpoints(self, subject: Subject, gangs: Gangs, num_ranks: int, tmp_path: Path) -> None:
         """The best and the last ones are agreed on, written once, and load in a plain process."""
         kwargs = {"subject": subject, "folder": str(tmp_path)}
@@ -86,14 +83,14 @@ class PromisesContract(ContractBase):
         close_states(loaded.state_dict(), saved, 0.0, "last.ckpt in a plain process")
         assert len(list(tmp_path.rglob("metrics.csv"))) == 1, "a log per rank"
 
-    @on_several_ranks
+    @on_ranks(2, 3)
     def test_progress_bar_on_rank_0_only(self, subject: Subject, gangs: Gangs, num_ranks: int, tmp_path: Path) -> None:
         """Ranks do not talk all at once."""
         kept = _run(gangs, num_ranks, stages.keep, {"subject": subject, "folder": str(tmp_path)})
         shown = ["Epoch" in mine.output for mine in kept]
         assert shown == [rank == 0 for rank in range(num_ranks)], [mine.output[-200:] for mine in kept]
 
-    @on_several_ranks
+    @on_ranks(2, 3)
     def test_early_stopping(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
         """One rank that wants to stop stops all, at the same step; the plateau schedule agrees on the rate."""
         ends = _run(gangs, num_ranks, stages.stop, {"subject": subject})
@@ -102,7 +99,7 @@ class PromisesContract(ContractBase):
         assert len({tuple(end["rates"]) for end in ends}) == 1, ends
         assert ends[0]["rates"][-1] < ends[0]["rates"][0], "the plateau schedule never lowered the rate"
 
-    @on_several_ranks
+    @on_ranks(2, 3)
     def test_clipping_by_value(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
         """Each element of the averaged gradient is bounded, not of the local one."""
         case = next(case for case in CASES if case.name == "groups_and_schedule")
@@ -113,7 +110,7 @@ class PromisesContract(ContractBase):
             assert_same_training(one, many, tolerance=subject.tolerance, what=run.label)
             assert_replicas(many, subject.replicated, what=run.label)
 
-    @on_several_ranks
+    @on_ranks(2, 3)
     def test_precisions(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
         """Each precision trains, near one process in the same precision, and keeps replicas bit-equal."""
         case = next(case for case in CASES if case.name == "gpt_tied")
@@ -129,7 +126,7 @@ class PromisesContract(ContractBase):
                 assert bool(torch.isfinite(found).all()), f"{run.precision}: {name} is not finite"
             assert_replicas(many, subject.replicated, what=run.precision)
 
-    @on_several_ranks
+    @on_ranks(2, 3)
     def test_hooks_see_averaged_gradients(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
         """on_after_backward and on_before_optimizer_step see the gradient of the whole global batch."""
         many = _run(gangs, num_ranks, stages.watch, {"subject": subject})
@@ -138,7 +135,7 @@ class PromisesContract(ContractBase):
             for hook, norms in one.items():
                 close(mine[hook], norms, subject.tolerance, f"gradient norms in {hook} on rank {rank}")
 
-    @on_several_ranks
+    @on_ranks(2, 3)
     def test_step_that_returns_none_on_some_ranks(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
         """Such a rank counts as zero, or the run ends on all ranks with an error that says so; it never hangs."""
         with unless_refused(subject, "skipped_steps"):

@@ -232,7 +232,7 @@ class RankSlices(DistributedSampler[Any]):
     """
 
     def __init__(self, data: Dataset[Any], global_batch: int) -> None:
-        super().__init__(data, shuffle=False)
+        super().__init__(data, dist_size(), int(os.environ["RANK"]), shuffle=False)  # no group is open yet, maybe
         assert global_batch % self.num_replicas == 0, "the contract's global batch must divide by the ranks"
         assert len(data) % global_batch == 0, "only a strategy that weighs its ranks can take an uneven batch"  # type: ignore[arg-type]
         self.global_batch = global_batch

@@ -88,7 +88,7 @@ class _Talker(Narrator):
         gathered: Any = self.all_gather({"numbers": torch.tensor([rank, 10 * rank]), "tree": {"a": mine}})
         self.said = {
             "sum": float(strategy.reduce(mine + 1, reduce_op="sum")),
-            "mean": float(strategy.reduce(torch.tensor(rank + 1), reduce_op="mean")),
+            "mean": float(strategy.reduce(mine + 1, reduce_op="mean")),
             "broadcast": strategy.broadcast({"from": rank}, src=size - 1),
             "all": strategy.reduce_boolean_decision(rank == 0, all=True),
             "any": strategy.reduce_boolean_decision(rank == 0, all=False),

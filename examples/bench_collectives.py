@@ -130,22 +130,19 @@ def _ours(comm: Communicator, operation: str, numel: int, wire: Wire) -> Callabl
 
 
 def table(timings: Sequence[Timing]) -> Table:
-    """The timings for people."""
-    shown = Table(title="float32 tensors, one thread per rank; gloo = 1.0")
+    """The timings for people, a section for each number of ranks, size and operation."""
+    shown = Table(title="float32 tensors, one thread per rank; gloo = 1")
     for column in ("ranks", "KiB", "operation", "transport", "time [ms]", "speed-up", "CPU [ms]", "CPU ratio"):
-        shown.add_column(column, justify="left" if column in ("operation", "transport") else "right")
+        shown.add_column(column, justify="left" if column in ("operation", "transport") else "right", no_wrap=True)
+    before = None
     for each in timings:
-        shown.add_row(
-            str(each.num_ranks),
-            str(each.kib),
-            each.operation,
-            each.transport,
-            f"{each.wall_us / 1e3:.3f}",
-            f"{each.speedup:.2f}",
-            f"{each.cpu_us / 1e3:.3f}",
-            f"{each.cpu_ratio:.2f}",
-            end_section=each.operation == OPERATIONS[-1] and each == timings[-1],
-        )
+        section = (each.num_ranks, each.kib, each.operation)
+        if before not in (None, section):
+            shown.add_section()
+        before = section
+        numbers = zip((each.wall_us / 1e3, each.speedup, each.cpu_us / 1e3, each.cpu_ratio), (3, 2, 3, 2), strict=True)
+        texts = [f"{number:.{digits}f}" for number, digits in numbers]
+        shown.add_row(str(each.num_ranks), str(each.kib), each.operation, each.transport, *texts)
     return shown
 
 
@@ -164,7 +161,7 @@ def main() -> None:
     if options.json:
         print(json.dumps([asdict(each) for each in timings]))
     else:
-        Console().print(table(timings))
+        Console(width=100).print(table(timings))
 
 
 if __name__ == "__main__":

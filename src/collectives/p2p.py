@@ -66,11 +66,13 @@ class P2PLink(Link):
     def begin(self, tag: int, incoming: Iterator[Message]) -> None:
         self._forget()
         self._tag, self._incoming = tag, incoming
-        for _ in range(self.window):
-            self._post()
 
     @override
     def pull(self, dtype: torch.dtype, numel: int) -> Tensor | None:
+        if not self._num_posted:
+            # After the first sends, not before: else sends contend with Gloo's thread for the connection's lock.
+            for _ in range(self.window):
+                self._post()
         work, payload = self._receives.popleft()
         self._wait(work, _LEFT)
         return payload

@@ -280,7 +280,7 @@ if __name__ == "__main__":
     )
     model = BoringModel()
     trainer.fit(model)
-    sys.stdout.write(f"done {trainer.global_rank} {trainer.global_step} {trainer.world_size}\n")  # in one piece
+    sys.stdout.write(f"done {trainer.global_rank} {trainer.global_step} {trainer.world_size}\\n")  # in one piece
 """
 
 

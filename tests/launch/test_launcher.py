@@ -312,4 +312,5 @@ def test_ranks_of_torchrun_are_taken_as_they_are(script: str) -> None:
 def test_torchrun_with_another_number_of_ranks_is_refused(script: str) -> None:
     done = run("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", script, "auto")
     assert done.returncode != 0
+    assert "does not match the world size" in done.stderr
     assert "done" not in done.stdout

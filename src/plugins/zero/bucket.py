@@ -195,6 +195,12 @@ class Bucket:
             assert self.share is not None
             self.part(index, self.master).copy_(self.part(index, self.share))
 
+    def has_moved(self, index: int) -> bool:
+        """Whether the master of a parameter is not what the parameter itself says."""
+        if self.master is None or self.share is None:
+            return False
+        return not torch.equal(self.part(index, self.master), self.part(index, self.share).to(self.master))
+
     def holds_gradients(self) -> bool:
         """Whether the optimizer holds a gradient that a further backward must add to. Local."""
         return any(owned is not None and owned.grad is not None for owned in self.owned_parameters)

@@ -237,6 +237,7 @@ class Fetcher:
             self._make_room(unit)
         self._look_ahead(unit, phase)
 
+    @torch.inference_mode(mode=False)  # what is fetched there may still be in use when it has ended
     def _start(self, unit: Unit) -> None:
         if unit.memory:
             return
@@ -254,6 +255,7 @@ class Fetcher:
             unit.coming.append(self._lane.submit(gather, flat, bounds=bucket.cut.bounds, wire=wire))
             unit.memory.append(flat)
 
+    @torch.inference_mode(mode=False)
     def _arrive(self, unit: Unit) -> None:
         unit.coming, unit.is_here = [], True
         for number, (bucket, flat) in enumerate(zip(unit.buckets, unit.memory, strict=True)):
@@ -280,6 +282,7 @@ class Fetcher:
         for unit in idle[: max(len(idle) - 1, 0)]:
             self.free(unit)
 
+    @torch.inference_mode(mode=False)
     def free(self, unit: Unit) -> None:
         """Lets go of a block's memory, unless a forward runs through it. Local."""
         if unit.num_users or not unit.memory:

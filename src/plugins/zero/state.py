@@ -5,7 +5,8 @@ So that a run under any strategy, on any number of ranks, can go on from the che
 written whole, under the plain optimizer's indices. One tensor is put together at a time, and only rank 0 keeps it.
 
 Where the optimizer works on masters (half precision parameters), their exact values are stated as `MASTER` beside the
-optimizer's own entries; a plain optimizer carries that entry along and ignores it.
+optimizer's own entries; a plain optimizer carries that entry along and ignores it. A parameter that was never stepped has
+no entry at all, since optimizers take its absence for "not yet begun".
 """
 
 from __future__ import annotations
@@ -40,9 +41,9 @@ def gather_state(owned_optimizer: OwnedOptimizer, comm: Communicator) -> dict[st
     everything = optimizer.state_dict()
     groups = everything["param_groups"]
     mine: dict[int, dict[str, _Entry]] = {}
-    for number, owned, bucket, _ in owned_optimizer.owned():
+    for number, owned, bucket, index in owned_optimizer.owned():
         entries = {key: _describe(value, owned) for key, value in optimizer.state.get(owned, {}).items()}
-        if bucket.has_master and entries:
+        if bucket.has_master and (entries or bucket.has_moved(index)):
             entries[MASTER] = ("part", bucket.state_dtype)
         mine[number] = entries
     everyone: list[dict[int, dict[str, _Entry]]] = comm.gather_objects(mine)

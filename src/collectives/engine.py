@@ -31,14 +31,13 @@ def run(schedule: Schedule, flat: Tensor, fmt: WireFormat, link: Link, *, tag: i
     """
     assert schedule.lanes < link.window, "see the note on deadlock in ring.py"
     dtype, raw = fmt.dtype, fmt.is_raw
-    scaled = getattr(fmt, "scale", 1) != 1
     link.begin(tag, _incoming(schedule, flat, fmt))
     for hop in schedule.hops:
         action = hop.action
         mine = flat[hop.lo : hop.hi]
         numel = hop.hi - hop.lo if raw else fmt.message_numel(hop.hi - hop.lo)
         if action is Action.SEND:
-            fmt.contribute(mine, link.claim(dtype, numel, mine if raw and not scaled else None))
+            fmt.contribute(mine, link.claim(dtype, numel, mine if raw else None))
             link.push()
         elif action is Action.SEND_FINAL:
             fmt.publish(mine, link.claim(dtype, numel, mine if raw else None))

@@ -85,7 +85,7 @@ class WireFormat(ABC):
 
     @abstractmethod
     def contribute(self, mine: Tensor, out: Tensor) -> None:
-        """Write the scaled contribution `mine` to the message `out`."""
+        """Write the scaled contribution `mine` to the message `out`, which may be `mine` itself (not used again)."""
 
     @abstractmethod
     def add_to_message(self, got: Tensor, mine: Tensor, out: Tensor) -> None:

@@ -108,23 +108,27 @@ class WireBytes:
         Every rank of the group must call it, after its block. Costs one `all_gather_object` of the open connections,
         some 100 bytes each. Bytes to processes that are no ranks (a store that a parent hosts) are left out.
 
+        A connection is named by both its ends: one end alone is not enough, since a kernel may give two processes of one
+        host the same local port for connections to different peers.
+
         Raises:
-            RuntimeError: two ranks have the same endpoint, as ranks on two hosts with equal private addresses might.
+            RuntimeError: two ranks have the same connection, as ranks on two hosts with equal private addresses might.
         """
         import torch.distributed as dist
 
-        mine = {each.connection.local for each in _sockets().values()} | {each.local for each in self.by_connection}
-        everyone: list[set[Endpoint]] = [set() for _ in range(dist.get_world_size())]
+        mine = {each.connection for each in _sockets().values()} | set(self.by_connection)
+        everyone: list[set[Connection]] = [set() for _ in range(dist.get_world_size())]
         dist.all_gather_object(everyone, mine)
-        owner: dict[Endpoint, int] = {}
-        for rank, endpoints in enumerate(everyone):
-            for endpoint in endpoints:
-                if owner.setdefault(endpoint, rank) != rank:
-                    raise RuntimeError(f"ranks {owner[endpoint]} and {rank} both speak from {endpoint}")
+        owner: dict[Connection, int] = {}
+        for rank, connections in enumerate(everyone):
+            for connection in connections:
+                if owner.setdefault(connection, rank) != rank:
+                    raise RuntimeError(f"ranks {owner[connection]} and {rank} both have {connection}")
         sent = [0] * len(everyone)
         for connection, num_bytes in self.by_connection.items():
-            if connection.peer in owner:
-                sent[owner[connection.peer]] += num_bytes
+            other_end = Connection(connection.peer, connection.local)
+            if other_end in owner:
+                sent[owner[other_end]] += num_bytes
         return sent
 
     def matrix(self) -> list[list[int]]:

@@ -29,14 +29,28 @@ class TestRegistered(StrategyContract):
         return Subject(strategy=request.param)
 
     @override
-    def expected_wire_bytes(self, subject: Subject, facts: ModelFacts, num_ranks: int) -> float | None:
-        """From first principles, beside what each technique states itself."""
-        return {"ring_ddp": 2 * (num_ranks - 1) / num_ranks * facts.trained}.get(subject.name)
+    def expected_wire_bytes(self, subject: Subject, facts: ModelFacts, num_ranks: int, accumulate: int) -> float | None:
+        """From first principles, beside what each technique states itself: of all bytes, a rank sends these shares."""
+        share = (num_ranks - 1) / num_ranks
+        sent = {
+            "ring_ddp": 2,  # reduce-scatter and all-gather of the gradients, once
+            "zero_1": 2,  # reduce-scatter of the gradients, all-gather of the parameters
+            "zero_2": accumulate + 1,  # the gradients of each micro-batch are reduced at once
+            "zero_3": None,  # its all-gathers depend on which layers it keeps: it states them itself
+        }
+        times = sent.get(subject.name)
+        return None if times is None else times * share * facts.trained
 
     @override
     def expected_held_bytes(self, subject: Subject, facts: ModelFacts, num_ranks: int) -> Mapping[str, float] | None:
-        replicas = {"parameters": facts.parameters, "gradients": facts.trained, "optimizer": facts.trained}
-        return {"ring_ddp": replicas}.get(subject.name)
+        parameters, trained, n = facts.parameters, facts.trained, num_ranks
+        held = {
+            "ring_ddp": {"parameters": parameters, "gradients": trained, "optimizer": trained},
+            "zero_1": {"parameters": parameters, "gradients": trained, "optimizer": trained / n},
+            "zero_2": {"parameters": parameters, "gradients": trained / n, "optimizer": trained / n},
+            "zero_3": {"parameters": parameters / n, "gradients": trained / n, "optimizer": trained / n},
+        }
+        return held.get(subject.name)
 
 
 def test_something_is_registered() -> None:

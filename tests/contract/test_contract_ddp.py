@@ -22,7 +22,7 @@ class TestDDP(StrategyContract):
     supports_naming_the_peer = Lacks("Gloo's errors name an address")
 
     @override
-    def expected_wire_bytes(self, subject: Subject, facts: ModelFacts, num_ranks: int) -> float | None:
+    def expected_wire_bytes(self, subject: Subject, facts: ModelFacts, num_ranks: int, accumulate: int) -> float | None:
         return 2 * (num_ranks - 1) / num_ranks * facts.trained
 
     @override

@@ -346,7 +346,7 @@ class ZeroLabels(StrategyContract):
     """The formulas of a sharded optimizer: half the bytes for gradients, and for the optimizer's state a share."""
 
     @override
-    def expected_wire_bytes(self, subject: Subject, facts: ModelFacts, num_ranks: int) -> float | None:
+    def expected_wire_bytes(self, subject: Subject, facts: ModelFacts, num_ranks: int, accumulate: int) -> float | None:
         return 2 * (num_ranks - 1) / num_ranks * facts.trained
 
     @override

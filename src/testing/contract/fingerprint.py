@@ -93,7 +93,7 @@ class FingerprintContract(ContractBase):
     hidden_memory: ClassVar[float] = 0.05
     """What a rank may hold beyond the formula as the model grows, as a share of it; constant staging is not counted."""
 
-    def expected_wire_bytes(self, subject: Subject, facts: ModelFacts, num_ranks: int) -> float | None:
+    def expected_wire_bytes(self, subject: Subject, facts: ModelFacts, num_ranks: int, accumulate: int) -> float | None:
         """Bytes that a rank sends for gradients and parameters per optimizer step, from first principles.
 
         None where only the technique's own statement (`DataTechnique.wire_bytes_per_step`) is to be held against it; a
@@ -115,14 +115,15 @@ class FingerprintContract(ContractBase):
             *wires, small, large = prints
             for accumulate, found in zip(accumulations, wires, strict=True):
                 where = f"{subject.name} on {num_ranks} ranks, accumulating {accumulate}, rank {rank}"
-                self._check_wire(where, subject, found, rank, num_ranks)
+                expected = self.expected_wire_bytes(subject, found.facts, num_ranks, accumulate)
+                self._check_wire(where, expected, found, rank)
             self._check_memory(f"{subject.name} on {num_ranks} ranks, rank {rank}", subject, small, large, num_ranks)
 
-    def _check_wire(self, where: str, subject: Subject, found: Fingerprint, rank: int, num_ranks: int) -> None:
-        expected = self.expected_wire_bytes(subject, found.facts, num_ranks)
+    def _check_wire(self, where: str, expected: float | None, found: Fingerprint, rank: int) -> None:
         assert expected is not None or found.stated_sent is not None, (
             f"{where} states no bytes. Give the contract an `expected_wire_bytes`, or the strategy a DataTechnique."
         )
+        num_ranks = len(found.sent)
         slack = _EXACT * found.facts.trained  # of the gradient, so that 0 can be expected
         total = sum(found.sent)
         for source, formula in (("the formula", expected), ("its own statement", found.stated_sent)):

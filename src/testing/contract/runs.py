@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from typing_extensions import override
 
+from stratagem.placement import Placement
 from stratagem.strategy.base import MeshStrategy
 from stratagem.testing.contract.cases import Case
 from stratagem.testing.contract.subject import Build, Precision, Subject, build_strategy
@@ -269,7 +270,7 @@ class Recorder(Callback):
         whole = trainer.strategy.lightning_module_state_dict()  # a sharded strategy gathers: every rank calls it
         if trainer.global_rank == 0:
             self.record.state = {name: value.detach().clone() for name, value in whole.items()}
-        self.record.digests = dict(_digests(pl_module, trainer.optimizers))
+        self.record.digests = replicated_digests(trainer, pl_module)
         self.record.model_part = model_part(trainer)
 
 
@@ -290,6 +291,36 @@ def model_part(trainer: Trainer) -> tuple[int, ...]:
     return tuple(coordinate[axis] for axis in ("pp", "tp"))
 
 
+def replicated_digests(trainer: Trainer, module: LightningModule) -> dict[str, str]:
+    """Hashes of all that this rank holds and no placement divides; of divided optimizer state, the step counts. Local."""
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    divided = [f"parameter {name}" for name, p in module.named_parameters() if is_divided(trainer, names, p)]
+    steps: set[float] = set()
+    for number, optimizer in enumerate(trainer.optimizers):
+        for index, group in enumerate(optimizer.param_groups):
+            for position, tensor in enumerate(group["params"]):
+                if is_divided(trainer, names, tensor):
+                    owner = names.get(id(tensor), f"parameter {position}")
+                    divided.append(f"optimizer {number} group {index} {owner} ")
+                    steps |= {float(value) for key, value in optimizer.state[tensor].items() if key == "step"}
+    kept = {key: value for key, value in _digests(module, trainer.optimizers) if not key.startswith(tuple(divided))}
+    return {**kept, "optimizer steps": repr(sorted(steps))} if steps else kept
+
+
+def is_divided(trainer: Trainer, names: Mapping[int, str], tensor: Tensor) -> bool:
+    """Whether a parameter, or what an optimizer steps in its place, lies on this rank in part only. Local."""
+    place = placement(trainer, names, tensor)
+    return place is not None and bool(place.shard_axes)
+
+
+def placement(trainer: Trainer, names: Mapping[int, str], tensor: Tensor) -> Placement | None:
+    """Where a parameter, or what an optimizer steps in its place, lies; None where the strategy states none. Local."""
+    context: Any = getattr(trainer.strategy, "context", None)
+    data: Any = getattr(trainer.strategy, "_data", None)
+    found = context.placements.get(names.get(id(tensor), "")) if context is not None else None
+    return data.placement_of(tensor) if found is None and data is not None else found
+
+
 def gradient_norm(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> float:
     """The 2-norm of the gradient of everything that `optimizer` steps, each element of the model counted once.
 
@@ -298,15 +329,12 @@ def gradient_norm(trainer: Trainer, module: LightningModule, optimizer: Optimize
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     context: Any = getattr(trainer.strategy, "context", None)
-    data: Any = getattr(trainer.strategy, "_data", None)
     shared, divided = 0.0, 0.0
     for parameter in (p for group in optimizer.param_groups for p in group["params"]):
         if parameter.grad is None:
             continue
         square = float(parameter.grad.detach().double().square().sum())
-        place = context.placements.get(names.get(id(parameter), "")) if context is not None else None
-        if place is None and data is not None:
-            place = data.placement_of(parameter)
+        place = placement(trainer, names, parameter)
         if place is None or not place.shard_axes:
             shared += square
         else:

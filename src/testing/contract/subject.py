@@ -76,7 +76,7 @@ class Subject:
         naming_the_peer: on a failure the other ranks name the one that failed, and the axis.
         bounded_hang: `set_timeout` bounds the wait for a rank that hangs.
         precisions: those that train.
-        replicated: what all ranks of the data axes hold bit-equal; a sharded optimizer leaves out `optimizer`.
+        replicated: what all ranks of the data axes must hold bit-equal, but for what placements divide among them.
         tolerance: relative, in float64; never above 1e-10 without a reason.
     """
 

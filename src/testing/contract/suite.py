@@ -17,7 +17,7 @@ class StrategyContract(ParityContract, FingerprintContract, PromisesContract, Fa
             world_sizes = (1, 2, 4)
             supports_manual_optimization = Refuses("the engine owns the optimizer")
 
-            def expected_wire_bytes(self, subject, facts, num_ranks):
+            def expected_wire_bytes(self, subject, facts, num_ranks, accumulate):
                 return 2 * (num_ranks - 1) / num_ranks * facts.trained
 
     Every `supports_...` is True unless the class says otherwise: `Refuses(why)`, and the suite checks that the strategy

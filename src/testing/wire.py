@@ -108,8 +108,8 @@ class WireBytes:
         Every rank of the group must call it, after its block. Costs one `all_gather_object` of the open connections,
         some 100 bytes each. Bytes to processes that are no ranks (a store that a parent hosts) are left out.
 
-        A connection is named by both its ends: one end alone is not enough, since a kernel may give two processes of one
-        host the same local port for connections to different peers.
+        A connection is named by both its ends: one end alone is not enough, since a kernel may give two processes of
+        one host the same local port for connections to different peers.
 
         Raises:
             RuntimeError: two ranks have the same connection, as ranks on two hosts with equal private addresses might.

@@ -19,11 +19,12 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from stratagem.collectives import Op, Wire
+from stratagem.errors import ConfigError
 from stratagem.mesh import MeshShape
 from stratagem.plugins.ring_ddp import RingDDP, RingDDPSettings
 from stratagem.strategy.base import MeshStrategy
 from stratagem.technique import Context, DataTechnique, Technique
-from stratagem.testing.contract import CASES, Lacks, StrategyContract, Subject, failure
+from stratagem.testing.contract import CASES, Lacks, Refuses, StrategyContract, Subject, failure
 from stratagem.testing.contract.fingerprint import ModelFacts
 from stratagem.testing.contract.runs import Gangs
 
@@ -274,6 +275,19 @@ class WaitsInTeardown(Ring):
         super().on_exception(exception)
 
 
+class RefusesManualOptimization(Ring):
+    """How a technique that owns the step should speak."""
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            raise ConfigError(
+                "manual optimization, and the step is mine", where="model", allowed="automatic optimization"
+            )
+        super().setup(trainer)
+
+
 def ddp_by_another_name() -> Strategy:
     """What it says on the label is another technique."""
     return DDPStrategy()
@@ -372,6 +386,15 @@ def test_a_rank_that_waits_for_its_peers_when_it_fails_is_caught(gangs: Gangs, m
     monkeypatch.setattr(failure, "_SOON", timedelta(seconds=2))
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         StrategyContract().test_a_rank_that_raises(Subject(strategy=WaitsInTeardown), gangs, 2, "before_backward")
+
+
+def test_a_refusal_is_demanded(gangs: Gangs) -> None:
+    """Who claims to refuse, refuses; who does passes."""
+    refused = Refuses("the step is its own")
+    call = parity("manual_boring")
+    call(StrategyContract(), Subject(strategy=RefusesManualOptimization, manual_optimization=refused), gangs)
+    with pytest.raises(pytest.fail.Exception, match="should refuse manual_optimization"):
+        call(StrategyContract(), Subject(strategy=Ring, manual_optimization=refused), gangs)
 
 
 def test_a_capability_needs_a_reason() -> None:

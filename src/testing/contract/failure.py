@@ -31,7 +31,7 @@ _SOON = timedelta(seconds=15)
 _PATIENT = timedelta(minutes=10)
 """Timeout of runs that must not need it."""
 
-_SHORT = timedelta(seconds=2)
+_SHORT = timedelta(seconds=3)
 """Timeout of runs that must need it."""
 
 _CULPRIT, _STEP = 1, 1

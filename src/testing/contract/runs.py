@@ -292,7 +292,7 @@ def model_part(trainer: Trainer) -> tuple[int, ...]:
 
 
 def replicated_digests(trainer: Trainer, module: LightningModule) -> dict[str, str]:
-    """Hashes of all that this rank holds and no placement divides; of divided optimizer state, the step counts. Local."""
+    """Hashes of all that this rank holds and no placement divides; of divided optimizer state, the step counts."""
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     divided = [f"parameter {name}" for name, p in module.named_parameters() if is_divided(trainer, names, p)]
     steps: set[float] = set()

@@ -1,297 +1,45 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The contract bites: each wrong implementation below is plausible, trains without complaint, and must be caught.
+"""The contract bites: each wrong implementation of `wrong.py` trains without complaint, and must be caught.
 
-Each is ring DDP with one fault. Ring DDP without a fault passes the very same calls, in `test_contract.py`.
+Ring DDP without a fault passes the very same calls, in `test_contract.py`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from datetime import timedelta
-from typing import Any
 
 import pytest
-import torch
-from lightning.pytorch.strategies import DDPStrategy, Strategy
-from lightning.pytorch.trainer.trainer import Trainer
-from torch import Tensor, nn
+from lightning.pytorch.strategies import Strategy
 from typing_extensions import override
 
-from stratagem.collectives import Op, Wire
-from stratagem.errors import ConfigError
-from stratagem.mesh import MeshShape
-from stratagem.plugins.ring_ddp import RingDDP, RingDDPSettings
-from stratagem.strategy.base import MeshStrategy
-from stratagem.technique import Context, DataTechnique, Technique
 from stratagem.testing.contract import CASES, Lacks, Refuses, StrategyContract, Subject, failure
 from stratagem.testing.contract.fingerprint import ModelFacts
 from stratagem.testing.contract.runs import Gangs
+from tests.contract.wrong import (
+    AverageOverTwo,
+    BuffersDrift,
+    HiddenCopy,
+    LocalVotes,
+    NarrowWire,
+    NoBroadcastAtStart,
+    NormOfItsOwnPart,
+    NotDistributed,
+    OneParameterForgotten,
+    ReducedTwice,
+    RefusesManualOptimization,
+    Ring,
+    SameDataEverywhere,
+    SameShareEverywhere,
+    StaleGradients,
+    SumInsteadOfMean,
+    SyncOfEveryMicroBatch,
+    UnevenBatchUnweighted,
+    WaitsInTeardown,
+    ddp_by_another_name,
+)
 
 CASE = {case.name: case for case in CASES}
-
-
-class Ring(MeshStrategy):
-    """Ring DDP, open to be spoilt."""
-
-    settings = RingDDPSettings()
-
-    @override
-    def mesh_shape(self, world_size: int) -> MeshShape:
-        return MeshShape.fit(world_size)
-
-    @override
-    def make_techniques(self) -> list[Technique]:
-        return [RingDDP(self.settings)]
-
-    @override
-    def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
-        loss = super().backward(closure_loss, optimizer, *args, **kwargs)
-        technique = self._data
-        assert isinstance(technique, RingDDP | Lying)
-        if technique._syncing:
-            self.spoil()
-        return loss
-
-    def spoil(self) -> None:
-        """Runs after every backward whose gradients were reduced."""
-
-    @property
-    def trained(self) -> list[nn.Parameter]:
-        """What has a gradient."""
-        assert self.model is not None
-        return [parameter for parameter in self.model.parameters() if parameter.grad is not None]
-
-
-class Lying(DataTechnique):
-    """Does what ring DDP does, and says what it likes."""
-
-    axis = "dp_replicate"
-
-    def __init__(self, settings: RingDDPSettings) -> None:
-        self.ring = RingDDP(settings)
-
-    @property
-    def _syncing(self) -> bool:
-        return self.ring._syncing
-
-    @override
-    def apply(self, module: nn.Module, context: Context) -> None:
-        self.context = context
-        self.ring.apply(module, context)
-        self.names = self.ring.names
-        self.bytes = sum(p.numel() * p.element_size() for p in module.parameters())
-        self.size = context.shape.size
-
-    @override
-    def begin(self) -> None:
-        self.ring.begin()
-
-    @override
-    def finish(self) -> None:
-        self.ring.finish()
-
-    @override
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        with self.ring.no_sync():
-            yield
-
-    @override
-    def wire_bytes_per_step(self) -> Mapping[str, float]:
-        return {"dp_replicate": 2 * (self.size - 1) / self.size * self.bytes}
-
-    @override
-    def held_bytes(self) -> Mapping[str, int]:
-        return self.ring.held_bytes()
-
-    @override
-    def close(self) -> None:
-        self.ring.close()
-
-
-class SumInsteadOfMean(Ring):
-    @override
-    def spoil(self) -> None:
-        for parameter in self.trained:
-            assert parameter.grad is not None
-            parameter.grad.mul_(self.world_size)
-
-
-class AverageOverTwo(Ring):
-    """Divides by the ranks of half a machine, whatever the group."""
-
-    @override
-    def spoil(self) -> None:
-        for parameter in self.trained:
-            assert parameter.grad is not None
-            parameter.grad.mul_(self.world_size / 2)
-
-
-class OneParameterForgotten(Ring):
-    @override
-    def make_techniques(self) -> list[Technique]:
-        assert self.model is not None
-        self.forgotten = list(self.model.parameters())[-1]
-        self.forgotten.register_post_accumulate_grad_hook(self._remember)  # before the ring hears of it
-        return super().make_techniques()
-
-    def _remember(self, parameter: Tensor) -> None:
-        assert parameter.grad is not None
-        self.local = parameter.grad.clone()
-
-    @override
-    def spoil(self) -> None:
-        assert self.forgotten.grad is not None
-        self.forgotten.grad.copy_(self.local)
-
-
-class SyncOfEveryMicroBatch(Ring):
-    @override
-    @contextmanager
-    def block_backward_sync(self) -> Iterator[None]:
-        yield
-
-
-class ReducedTwice(Ring):
-    @override
-    def spoil(self) -> None:
-        assert self.context is not None
-        for parameter in self.trained:
-            assert parameter.grad is not None
-            self.context.communicator("dp_replicate").all_reduce(parameter.grad, op=Op.MEAN)
-
-
-class StaleGradients(Ring):
-    """Parameters without gradient keep the one of an earlier step."""
-
-    @override
-    def spoil(self) -> None:
-        assert self.model is not None
-        kept = self.__dict__.setdefault("kept", {})
-        for name, parameter in self.model.named_parameters():
-            if parameter.grad is None:
-                parameter.grad = kept.get(name)
-            else:
-                kept[name] = parameter.grad.clone()
-
-
-class BuffersDrift(Ring):
-    settings = RingDDPSettings(broadcast_buffers=False)
-
-
-class NormOfItsOwnPart(Ring):
-    """Clips by the norm of a share of the gradients, as if each rank had to count only those."""
-
-    @override
-    def _install_clipping(self) -> None:
-        def clip(optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-            held = [p for p in self.precision_plugin.main_params(optimizer) if p.grad is not None]
-            norm = torch.nn.utils.get_total_norm([p.grad for p in held[:: self.world_size] if p.grad is not None])
-            torch.nn.utils.clip_grads_with_norm_(held, clip_val, norm)
-
-        self.precision_plugin.clip_grad_by_norm = clip  # type: ignore[method-assign]
-
-
-class SameDataEverywhere(Ring):
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": 1, "rank": 0}
-
-
-class SameShareEverywhere(Ring):
-    @property
-    @override
-    def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        return {"num_replicas": self.world_size, "rank": 0}
-
-
-class UnevenBatchUnweighted(Ring):
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        super().setup(trainer)
-        if self._loaders is not None:
-            self._loaders.weight = lambda: 1.0  # type: ignore[method-assign]
-
-
-class NarrowWire(Ring):
-    """Half the bits on the wire, and not a word about it."""
-
-    settings = RingDDPSettings(wire=Wire.BF16)
-
-    @override
-    def make_techniques(self) -> list[Technique]:
-        return [Lying(self.settings)]
-
-
-class HiddenCopy(Ring):
-    """Keeps a second copy of the gradients."""
-
-    @override
-    def spoil(self) -> None:
-        self.copies = [p.grad.clone() for p in self.trained if p.grad is not None]
-
-
-class NoBroadcastAtStart(Ring):
-    @override
-    def make_techniques(self) -> list[Technique]:
-        assert self.model is not None
-        built = [parameter.detach().clone() for parameter in self.model.parameters()]
-        technique = super().make_techniques()[0]
-        apply = technique.apply
-
-        def apply_and_undo(module: nn.Module, context: Context) -> None:
-            apply(module, context)
-            for parameter, mine in zip(module.parameters(), built, strict=True):
-                parameter.data.copy_(mine)
-
-        technique.apply = apply_and_undo  # type: ignore[method-assign]
-        return [technique]
-
-
-class NotDistributed(Ring):
-    """Lightning then ignores `sync_dist` without a word."""
-
-    @property
-    @override
-    def is_distributed(self) -> bool:
-        return False
-
-
-class LocalVotes(Ring):
-    @override
-    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        return decision
-
-
-class WaitsInTeardown(Ring):
-    """A rank that raises waits for the others before it ends, and they wait for it."""
-
-    @override
-    def on_exception(self, exception: BaseException) -> None:
-        if self.context is not None and self.global_rank == 1:
-            self.context.communicator("dp_replicate").barrier()
-        super().on_exception(exception)
-
-
-class RefusesManualOptimization(Ring):
-    """How a technique that owns the step should speak."""
-
-    @override
-    def setup(self, trainer: Trainer) -> None:
-        assert self.lightning_module is not None
-        if not self.lightning_module.automatic_optimization:
-            raise ConfigError(
-                "manual optimization, and the step is mine", where="model", allowed="automatic optimization"
-            )
-        super().setup(trainer)
-
-
-def ddp_by_another_name() -> Strategy:
-    """What it says on the label is another technique."""
-    return DDPStrategy()
-
 
 Call = Callable[[StrategyContract, Subject, Gangs], None]
 
@@ -332,13 +80,18 @@ TEETH: list[tuple[type[Ring], Call, str]] = [
     (HiddenCopy, bytes_of(), "live tensors"),
     (NoBroadcastAtStart, named("ranks_start_from_the_weights_of_rank_0"), "losses of rank|no replica"),
     (NotDistributed, named("stages_logs_and_metrics"), "rank"),
-    (LocalVotes, named("early_stopping"), "still running|lost rank"),
 ]
 
 
 @pytest.fixture
 def gangs() -> Gangs:
-    return Gangs(patience=timedelta(seconds=15))
+    return Gangs()
+
+
+@pytest.fixture
+def impatient() -> Gangs:
+    """For runs that hang."""
+    return Gangs(patience=timedelta(seconds=8))
 
 
 @pytest.mark.parametrize(
@@ -382,10 +135,17 @@ def test_a_strategy_that_states_nothing_is_caught(gangs: Gangs) -> None:
         bytes_of()(StrategyContract(), Subject(strategy=ddp_by_another_name), gangs)
 
 
-def test_a_rank_that_waits_for_its_peers_when_it_fails_is_caught(gangs: Gangs, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_waits_for_its_peers_when_it_fails_is_caught(
+    impatient: Gangs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(failure, "_SOON", timedelta(seconds=2))
     with pytest.raises((AssertionError, pytest.fail.Exception)):
-        StrategyContract().test_a_rank_that_raises(Subject(strategy=WaitsInTeardown), gangs, 2, "before_backward")
+        StrategyContract().test_a_rank_that_raises(Subject(strategy=WaitsInTeardown), impatient, 2, "before_backward")
+
+
+def test_ranks_that_decide_each_for_itself_are_caught(impatient: Gangs) -> None:
+    with pytest.raises(pytest.fail.Exception, match="still running|lost rank"):
+        StrategyContract().test_early_stopping(Subject(strategy=LocalVotes), impatient, 2)
 
 
 def test_a_refusal_is_demanded(gangs: Gangs) -> None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The engine of the stages under everything a training loop may do, and the known wrong implementations, planted and seen."""
+"""The engine under everything a training loop may do, and the known wrong implementations, planted and seen."""
 
 from __future__ import annotations
 
@@ -66,9 +66,7 @@ def _missing_bucket(zero: Zero) -> None:
 
 
 def _local_norm(zero: Zero) -> None:
-    zero.norm_parts = lambda tensors: [
-        (Placement("", tuple(p.shape)), p.grad) for p in tensors if p.grad is not None
-    ]
+    zero.norm_parts = lambda tensors: [(Placement("", tuple(p.shape)), p.grad) for p in tensors if p.grad is not None]
 
 
 def _norm_of_replicas(zero: Zero) -> None:
@@ -113,7 +111,7 @@ def test_planted_faults_are_seen_by_the_parity_check(
     if fault is not None:
         fault(zero)
     try:
-        losses, norms, _ = cases.train(module, lambda m: optimizer, zero, here, optimizer=optimizer)
+        _, norms, _ = cases.train(module, lambda m: optimizer, zero, here, optimizer=optimizer)
         _, expected, _ = cases.train(reference, getattr(cases, make))
         zero.close()
         cases.assert_same_parameters(module, reference)
@@ -161,8 +159,8 @@ class Branches(nn.Module):
 @on_all_stages
 @pytest.mark.parametrize("partition", ["flat", "parameter"])
 def test_ranks_may_take_different_branches_in_different_order(stage: str, partition: str) -> None:
-    """A branch that a rank left out counts as zero there; what nobody used is neither stepped nor decayed. Stage 3 keeps
-    these whole, since what it fetches it fetches on all ranks."""
+    """A branch that a rank left out counts as zero there; what nobody used is neither stepped nor decayed. Stage 3
+    keeps these whole, since what it fetches it fetches on all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     module, reference = Branches(), Branches()
     settings = ZeroSettings(bucket_mib=1e-4, first_bucket_mib=1e-5, partition=partition)
@@ -224,7 +222,7 @@ def test_backward_passes_add_up_until_gradients_are_cleared(stage: str, set_to_n
 @pytest.mark.ranks(2)
 @on_all_stages
 def test_two_optimizers_take_turns(stage: str) -> None:
-    """As in a GAN: the other player's parameters are switched off through its optimizer's groups, and sent by nobody."""
+    """As in a GAN: the other player's parameters are switched off through its optimizer's groups, and not sent."""
     rank = dist.get_rank()
     players = [nn.ModuleList([mlp(), nn.Linear(1, 5).double()]) for _ in range(2)]
     zero, here = start(stage, players[0])
@@ -381,7 +379,7 @@ def test_the_reduced_gradient_can_be_had_whole(stage: str) -> None:
 @on_all_stages
 @pytest.mark.parametrize(("wire", "bound"), [(Wire.BF16, 2**-8), (Wire.INT8, 1 / 127)])
 def test_narrow_wires_err_within_bounds(stage: str, wire: Wire, bound: float) -> None:
-    """Gradients: each hop rounds a partial mean. Parameters: all compute with the same rounded ones, owners step exact ones."""
+    """Each hop rounds a partial mean of gradients. All compute with the same rounded parameters, owners step exact ones."""
     size, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     module = nn.Linear(64, 33)
@@ -532,7 +530,7 @@ class Sleepy(torch.autograd.Function):
 @pytest.mark.ranks(2)
 @on_all_stages
 def test_buckets_leave_while_backward_still_runs(stage: str) -> None:
-    """Four layers, each with 50 ms of backward and, by a slowed-down ring, 40 ms of sending: in a row that is 360 ms."""
+    """Four layers, each with 50 ms of backward and, on a slowed-down ring, 40 ms of sending: in a row 360 ms."""
     layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(4))
     layer_mib = 65 * 64 * 4 / 2**20
     cap = 1.01 * layer_mib * (1 if stage == "zero_1" else 2)

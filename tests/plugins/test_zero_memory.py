@@ -19,7 +19,7 @@ WIDE = 256
 
 
 class Stack(nn.Module):
-    """Blocks of one size. The input requires a gradient, as the output of an embedding does: every block needs its weight."""
+    """Blocks of one size. The input requires a gradient, as that of an embedding does: every block needs its weight."""
 
     def __init__(self, depth: int = DEPTH, width: int = WIDTH) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ def test_bytes_on_the_wire_are_those_of_the_formula(stage: str, rounds: int) -> 
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(("stage", "whole", "divided"), [("zero_1", 8, 8), ("zero_2", 4, 12), ("zero_3", 0, 16)])
 def test_held_bytes_are_those_of_the_formula(stage: str, whole: int, divided: int) -> None:
-    """fp32 Adam, per parameter: parameters and gradients 4 each, the state 8. Taken with gradients present, before the step."""
+    """fp32 Adam, per parameter: parameters and gradients 4 each, the state 8; taken before the step."""
     size = dist.get_world_size()
     here, live, formula = cases.context(), [], []
     for depth in (DEPTH, 4 * DEPTH):

@@ -60,9 +60,7 @@ def test_a_run_is_that_of_one_process(stage: str, settings: str, optimizer: str)
 @pytest.mark.parametrize("partition", ["flat", "parameter"])
 def test_micro_batches_add_up(stage: str, accumulation: str, partition: str) -> None:
     module, reference = cases.awkward(), cases.awkward()
-    settings = ZeroSettings(
-        bucket_mib=1e-3, accumulation=accumulation, partition=partition, persistence_threshold=0
-    )
+    settings = ZeroSettings(bucket_mib=1e-3, accumulation=accumulation, partition=partition, persistence_threshold=0)
     zero, here = STAGES[stage](settings), cases.context()
     zero.apply(module, here)
     cases.train(module, cases.sgd, zero, here, micro_batches=3)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The partition is pure: every element has one owner, no slice leaves a bucket, parameters stay whole where they must."""
+"""The partition is pure: every element has one owner, no slice leaves a bucket, parameters stay whole if they must."""
 
 from __future__ import annotations
 

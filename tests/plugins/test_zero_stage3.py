@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stage 3 under modules that do not keep to the simple path: what they use is there, whenever and however they use it."""
+"""Stage 3 under modules that do not keep to the simple path: what they use is there, however they use it."""
 
 from __future__ import annotations
 
@@ -299,7 +299,7 @@ def test_a_large_module_is_never_whole_on_a_rank() -> None:
         optimizer.step()
         optimizer.zero_grad()
     whole = sum(p.numel() for p in module.parameters()) * 4
-    assert whole / 4 < largest < 0.85 * whole  # its quarters of parameters and gradients, a few blocks, buckets on the way
+    assert whole / 4 < largest < 0.85 * whole  # quarters of parameters and gradients, a few blocks, two buckets
     zero.close()
     assert all(p.isnan().all() for p in module.parameters())
     here.close()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""State is that of one process, whichever stage, partition and number of ranks wrote it; half precision keeps its masters."""
+"""State is that of one process, whichever stage and partition wrote it; half precision keeps its masters."""
 
 from __future__ import annotations
 
@@ -123,7 +123,8 @@ def test_half_precision_steps_exact_masters_and_resumes_exactly(stage: str) -> N
     zero.close()
     for p in module.parameters():
         torch.testing.assert_close(p.float(), torch.full_like(p, 0.7, dtype=torch.float32), rtol=4e-3, atol=0)
-    # SGD without momentum has no state of its own, so there is nothing to hang masters on unless they are stated anyway.
+    # SGD without momentum has no state of its own, so there is nothing to hang masters on unless they are stated
+    # anyway.
     assert set(states[1]["state"][0]) == {MASTER}
     assert states[1]["state"][0][MASTER].dtype is torch.float32
     again, zero, optimizer = start()
@@ -158,10 +159,13 @@ def test_the_user_gets_plain_objects_back(stage: str) -> None:
     mine = {id(p) for p in module.parameters()}
     assert all(id(p) in mine for group in optimizer.param_groups for p in group["params"])
     assert "zero_grad" not in vars(optimizer)
-    assert not any(m._forward_hooks or m._forward_pre_hooks or type(m._parameters) is not dict for m in module.modules())
-    assert not any(p._post_accumulate_grad_hooks for p in module.parameters())
-    storages = [p.untyped_storage() for p in module.parameters() if p.numel()]
-    assert all(s.nbytes() == p.numel() * 8 for s, p in zip(storages, [p for p in module.parameters() if p.numel()]))
+    for part in module.modules():
+        assert not part._forward_hooks
+        assert not part._forward_pre_hooks
+        assert type(part._parameters) is dict
+    for parameter in module.parameters():
+        assert not parameter._post_accumulate_grad_hooks
+        assert parameter.untyped_storage().nbytes() == parameter.numel() * 8  # no view of something larger
     copy.deepcopy(module)
     module(cases.batch(0, 2, 0), 0).sum().backward()
     here.close()

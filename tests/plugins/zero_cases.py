@@ -23,11 +23,11 @@ CLIP = 0.05
 def context(*, replicas: int = 1, **options: object) -> Context:
     """All ranks of the gang on `dp_shard`, or in `replicas` groups."""
     shape = MeshShape.fit(dist.get_world_size(), fill="dp_shard", dp_replicate=replicas)
-    return Context(shape, dist.get_rank(), torch.device("cpu"), timeout=timedelta(seconds=20), **options)  # type: ignore[arg-type]
+    return Context(shape, dist.get_rank(), torch.device("cpu"), timeout=timedelta(seconds=20), **options)
 
 
 class Awkward(nn.Module):
-    """Odd sizes, a tied head, frozen and unused parameters, a branch that alternates, many tiny parameters, one large."""
+    """Odd sizes, a tied head, frozen and unused parameters, an alternating branch, many tiny parameters, one large."""
 
     def __init__(self) -> None:
         super().__init__()

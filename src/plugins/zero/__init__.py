@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """ZeRO: parameters, gradients and optimizer state divided over the data ranks, with the results of one process.
 
-Use it when the model trains with `ring_ddp` but does not fit: take the lowest stage that makes it fit. Stages 1 and 2 cost
-what `ring_ddp` costs on the wire, stage 3 half as much again. `technique.py` has the table; start reading there.
+Use it when the model trains with `ring_ddp` but does not fit: take the lowest stage that makes it fit. Stages 1 and 2
+cost what `ring_ddp` costs on the wire, stage 3 half as much again. `technique.py` has the table; start reading there.
 
     settings.py     what can be chosen
     partition.py    who owns what: frozen data
@@ -12,8 +12,9 @@ what `ring_ddp` costs on the wire, stage 3 half as much again. `technique.py` ha
     optimizer.py    an optimizer that holds pieces
     separable.py    may this optimizer hold pieces?
     state.py        the optimizer's state, whole again
-    technique.py    stages 1 and 2
-    stage3.py       stage 3
+    technique.py    what the stages share
+    stage1.py, stage2.py, stage3.py
+    predictions.py  the formulas
     blocks.py       what stage 3 fetches together
     fetcher.py      fetching and freeing it
     watched.py      noticing who uses a parameter
@@ -25,8 +26,9 @@ what `ring_ddp` costs on the wire, stage 3 half as much again. `technique.py` ha
 from typing import TYPE_CHECKING, Any
 
 from stratagem.plugins.zero.settings import ZeroSettings
+from stratagem.plugins.zero.stage1 import Zero1
+from stratagem.plugins.zero.stage2 import Zero2
 from stratagem.plugins.zero.stage3 import Zero3
-from stratagem.plugins.zero.technique import Zero1, Zero2
 
 if TYPE_CHECKING:
     from stratagem.plugins.zero.strategy import Zero1Strategy, Zero2Strategy, Zero3Strategy

@@ -9,8 +9,9 @@
       norm      LayerNorm            too small to be worth a message: stays whole on every rank
       head      Linear               by itself
 
-The child of a ModuleList, ModuleDict or Sequential is one block, unless it holds so much of the model (a backbone within a
-Sequential, say) that its own lists are the better blocks. Every other parameter goes with the module that owns it.
+The child of a ModuleList, ModuleDict or Sequential is one block, unless it holds so much of the model (a backbone
+within a Sequential, say) that its own lists are the better blocks. Every other parameter goes with the module that owns
+it.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, final
+from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,7 @@ _HALVES = (torch.float16, torch.bfloat16)
 
 
 class OwnedParameter(nn.Parameter):
-    """What an optimizer holds of one parameter on this rank: `[numel]`, or the parameter's shape where all of it is owned.
+    """What an optimizer holds of one parameter on this rank: `[numel]`, or the parameter's shape where all is owned.
 
     One stands for every parameter, empty where nothing of it is owned, so that groups keep their length and order.
     `requires_grad` is that of the module's parameter, also when it is set, so that code that goes through an
@@ -43,7 +43,7 @@ class OwnedParameter(nn.Parameter):
         owned.whole = whole
         return owned
 
-    @property  # type: ignore[override]  # a plain attribute there
+    @property
     def requires_grad(self) -> bool:
         """Whether the module's parameter is trained."""
         whole = self.__dict__.get("whole")
@@ -110,6 +110,11 @@ class Bucket:
         return self.cut.layout.numel
 
     @property
+    def is_trained(self) -> bool:
+        """Whether any of the parameters requires a gradient."""
+        return any(parameter.requires_grad for parameter in self.parameters)
+
+    @property
     def state_dtype(self) -> torch.dtype:
         """The dtype in which the optimizer works."""
         dtype = self.cut.layout.dtype
@@ -131,7 +136,7 @@ class Bucket:
 
     @torch.no_grad()
     def divide(self, parts: Iterable[Tensor]) -> None:
-        """Stage 3: keeps my slice of the parameters, whose whole values come one after the other, in the bucket's order."""
+        """Stage 3: keeps my slice of the parameters, whose whole values come one by one in the bucket's order."""
         layout = self.cut.layout
         self.share = torch.empty(self.span[1] - self.span[0], dtype=layout.dtype, device=layout.device)
         for index, whole in enumerate(parts):
@@ -222,8 +227,3 @@ class Bucket:
 
     def __repr__(self) -> str:
         return f"Bucket({len(self.parameters)} parameters, {self.numel} elements, mine {self.span})"
-
-
-def total_bytes(*tensors: Any) -> int:
-    """Bytes of tensors; None counts nothing."""
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))

@@ -2,22 +2,23 @@
 """Stage 3's parameters: here while they are needed, elsewhere otherwise.
 
     forward    |  block 0  |  block 1  |  block 2  |        fetch k+1 while k computes; free k when it is done
-    backward   |  block 2  |  block 1  |  block 0  |        fetch again where backward asks; free when gradients are complete
+    backward   |  block 2  |  block 1  |  block 0  |        fetch again where backward asks; free when gradients are
+    complete
 
-A fetched block is an ordinary flat memory of which the parameters are views. Freed, parameters keep their shape but point to a
-single NaN (`watched.absent`), so nothing can silently compute with what is not there.
+A fetched block is an ordinary flat memory of which the parameters are views. Freed, parameters keep their shape but
+point to a single NaN (`watched.absent`), so nothing can silently compute with what is not there.
 
-Note [what backward needs]: while a block's forward runs, autograd's saved tensors pass through a hook; of those that lie in
-a fetched memory only the place is kept, and when backward asks for one, its block is fetched. So backward fetches exactly
-what it reads, whatever the module looks like: called twice, nested outputs, losses hidden in attributes; an embedding is not
-fetched at all. Hooks of others (checkpointing) are handed everything else.
+Note [what backward needs]: while a block's forward runs, autograd's saved tensors pass through a hook; of those that
+lie in a fetched memory only the place is kept, and when backward asks for one, its block is fetched. So backward
+fetches exactly what it reads, whatever the module looks like: called twice, nested outputs, losses hidden in
+attributes; an embedding is not fetched at all. Hooks of others (checkpointing) are handed everything else.
 
-Note [use from elsewhere]: a parameter that is read outside its block's forward (`F.linear(x, self.embed.weight)`) is fetched
-by the reading, and stays until the end of backward, as what autograd saves of it does.
+Note [use from elsewhere]: a parameter that is read outside its block's forward (`F.linear(x, self.embed.weight)`) is
+fetched by the reading, and stays until the end of backward, as what autograd saves of it does.
 
-Note [one order on all ranks]: a fetch is collective, on demand. Ranks must therefore run the same blocks in the same order;
-what may differ between ranks must be small enough to stay whole (`persistence_threshold`). What is fetched ahead is what
-followed last time.
+Note [one order on all ranks]: a fetch is collective, on demand. Ranks must therefore run the same blocks in the same
+order; what may differ between ranks must be small enough to stay whole (`persistence_threshold`). What is fetched ahead
+is what followed last time.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from stratagem.collectives import Wire
 from stratagem.plugins.zero.blocks import Block
 from stratagem.plugins.zero.bucket import Bucket
 from stratagem.plugins.zero.lane import Lane
+from stratagem.plugins.zero.predictions import parameter_wire
 from stratagem.plugins.zero.settings import ZeroSettings
 from stratagem.plugins.zero.watched import absent, unwatch, watch
 
@@ -216,7 +217,7 @@ class Fetcher:
     # -- fetching --------------------------------------------------------------------------------------------------
 
     def fetch(self, unit: Unit) -> None:
-        """Has a block here when it returns, and others on their way. Collective over the shard axes if it is not yet here.
+        """Has a block here, and others on their way. Collective over the shard axes if it is not yet here.
 
         Sends `(N-1)/N` of the block's bytes.
         """
@@ -250,8 +251,7 @@ class Fetcher:
             assert bucket.share is not None
             with torch.no_grad():
                 flat[slice(*bucket.span)].copy_(bucket.share)
-            wire = self._settings.parameter_wire if layout.dtype.is_floating_point else Wire.FULL
-            gather = self._lane.shard.all_gather
+            wire, gather = parameter_wire(bucket, self._settings), self._lane.shard.all_gather
             unit.coming.append(self._lane.submit(gather, flat, bounds=bucket.cut.bounds, wire=wire))
             unit.memory.append(flat)
 

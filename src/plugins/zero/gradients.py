@@ -5,22 +5,23 @@
     worker            |= bucket 1 =|= bucket 2 =|= bucket 3 =|= 4 =|
                                                                    ^ finish() waits for this rest alone
 
-When a parameter's gradient is complete a hook moves it into its bucket. When the next bucket in line is full it is handed
-to a thread, which reduce-scatters it: my slice of the mean lands in `owned`, the rest is worth nothing afterwards. From
-then on the module's `.grad` is None; what counts is the `.grad` of the optimizer's pieces.
+When a parameter's gradient is complete a hook moves it into its bucket. When the next bucket in line is full it is
+handed to a thread, which reduce-scatters it: my slice of the mean lands in `owned`, the rest is worth nothing
+afterwards. From then on the module's `.grad` is None; what counts is the `.grad` of the optimizer's pieces.
 
-Stages 2 and 3 (`transient`) have memory for two buckets, one that fills and one that travels, whatever the model's size.
+Stages 2 and 3 (`transient`) have memory for two buckets, one that fills and one that travels, whatever the model's
+size.
 
 Note [one order on all ranks]: ranks may produce gradients in different orders, but a ring pairs the i-th message of one
-rank with the i-th of its neighbour. So buckets leave strictly in line; a full one waits its turn. Under control flow that
-differs between ranks, stages 2 and 3 may therefore hold more than two.
+rank with the i-th of its neighbour. So buckets leave strictly in line; a full one waits its turn. Under control flow
+that differs between ranks, stages 2 and 3 may therefore hold more than two.
 
-Note [unused parameters]: at the end of backward the buckets that never filled leave too, with zeros for what is missing.
-One small integer vector then tells everyone which parameters any rank used: the piece of one that nobody used keeps `.grad
-= None` (an optimizer must not decay its weight). The same vector carries which buffers changed.
+Note [unused parameters]: at the end of backward the buckets that never filled leave too, with zeros for what is
+missing. One small integer vector then tells everyone which parameters any rank used: the piece of one that nobody used
+keeps `.grad = None` (an optimizer must not decay its weight). The same vector carries which buffers changed.
 
-Note [adding to what was reduced]: a further backward before the optimizer clears its gradients adds its mean to the mean
-that is already owned. So several backward passes per step, and stage 2's accumulation, are right by construction.
+Note [adding to what was reduced]: a further backward before the optimizer clears its gradients adds its mean to the
+mean that is already owned. So several backward passes per step, and stage 2's accumulation, are right by construction.
 """
 
 from __future__ import annotations
@@ -131,8 +132,8 @@ class Gradients:
         if bucket.position < self._next:
             raise RuntimeError(
                 f"the gradient of {self._name(bucket, index)!r} grew after its bucket had left: it receives gradients "
-                "in several nested backward passes (reentrant checkpointing of a shared module). Set overlap: false, or "
-                "checkpoint with use_reentrant=False."
+                "in several nested backward passes (reentrant checkpointing of a shared module). Set overlap: false, "
+                "or checkpoint with use_reentrant=False."
             )
         self._take_in(bucket, index)
         self.on_arrival(parameter)
@@ -141,7 +142,7 @@ class Gradients:
         self._pending = True
         if not self._callback_queued:  # a plain loss.backward() ends here; a strategy calls finish() itself as well
             self._callback_queued = True
-            Variable._execution_engine.queue_callback(self.finish)  # type: ignore[no-untyped-call]
+            Variable._execution_engine.queue_callback(self.finish)
         if not bucket.arrived[index]:
             bucket.arrived[index] = True
             bucket.missing -= 1
@@ -197,7 +198,7 @@ class Gradients:
             self._next += 1
 
     def _launch(self, bucket: Bucket) -> None:
-        """Hands a bucket to the thread, with zeros for what did not come; the module's gradients are gone after this."""
+        """Hands a bucket to the thread, with zeros for what did not come; the module's gradients are gone then."""
         if not bucket.active:
             return
         for index, parameter in enumerate(bucket.parameters):
@@ -281,7 +282,7 @@ class Gradients:
                     )
 
     def _flags(self) -> Tensor | None:
-        """One integer per parameter (has it a gradient?) and module with buffers (did they change?), if there are any."""
+        """One integer per parameter (has it a gradient?) and module with buffers (did they change?), if any."""
         flags: list[bool] = []
         if self._settings.unused_parameters == "detect":
             flags += [arrived for bucket in self.buckets for arrived in bucket.arrived]

@@ -4,22 +4,21 @@
     with ShardedInit(lane):
         model = GPT(config)          every rank runs the same code and draws the same random numbers as one process
 
-Torch tells when a module registers a parameter. From then on the most recently used parameters, up to a bound, are whole on
-every rank; of the others each rank keeps its part. Reading one by its name (`init.normal_(self.weight)`) brings it back whole,
-and what was changed in it is kept when it goes. So the values are exactly those of one process, in the order of its own
-random numbers, while no rank holds more than its part and the bound.
+Torch tells when a module registers a parameter. From then on the most recently used parameters, up to a bound, are
+whole on every rank; of the others each rank keeps its part. Reading one by its name (`init.normal_(self.weight)`)
+brings it back whole, and what was changed in it is kept when it goes. So the values are exactly those of one process,
+in the order of its own random numbers, while no rank holds more than its part and the bound.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import Any, final
+from typing import Any, Self, final
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.utils.hooks import RemovableHandle
-from typing_extensions import Self
 
 from stratagem.collectives import Communicator, chunk_bounds
 from stratagem.plugins.zero.watched import absent, unwatch, watch
@@ -29,8 +28,8 @@ from stratagem.plugins.zero.watched import absent, unwatch, watch
 class ShardedInit:
     """Divides the parameters of all modules that are built within it.
 
-    Every rank of the axis enters it and builds the same modules in the same order, with random generators in the same state.
-    A parameter that is used after it had to go is sent once around.
+    Every rank of the axis enters it and builds the same modules in the same order, with random generators in the same
+    state. A parameter that is used after it had to go is sent once around.
 
     Args:
         comm: over the axis.

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An optimizer whose groups hold pieces instead of parameters.
 
-The groups stay the same dictionaries with as many entries, so that learning rate schedulers, weight-decay groups and code
-that walks through them go on working; `step` and `zero_grad` stay the user's own, with hooks around them.
+The groups stay the same dictionaries with as many entries, so that learning rate schedulers, weight-decay groups and
+code that walks through them go on working; `step` and `zero_grad` stay the user's own, with hooks around them.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class OwnedOptimizer:
                 number += 1
 
     def restore(self) -> None:
-        """Gives the groups the module's parameters back, and the optimizer its own `zero_grad`; the state is dropped."""
+        """Gives the groups the module's parameters and the optimizer its own `zero_grad` back; drops the state."""
         self._handle.remove()
         self.optimizer.__dict__.pop("zero_grad", None)
         for group in self.optimizer.param_groups:

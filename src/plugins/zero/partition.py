@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Literal, final
 
 from torch import nn
@@ -65,7 +66,8 @@ class Cut:
 
     Args:
         layout: the bucket.
-        bounds: `[start, stop)` of each rank's slice within the bucket's memory; they follow each other, and may be empty.
+        bounds: `[start, stop)` of each rank's slice within the bucket's memory; they follow each other, and may be
+            empty.
     """
 
     layout: BucketLayout
@@ -124,8 +126,8 @@ def cut(layouts: Sequence[BucketLayout], num_ranks: int, *, how: Literal["flat",
     Args:
         layouts: the buckets, in launch order.
         num_ranks: slices per bucket.
-        how: `flat`: slices of a bucket differ by one element at most. `parameter`: no parameter is cut, and each bucket is
-            divided such that the rank that owns most so far, in bytes, owns as little as possible.
+        how: `flat`: slices of a bucket differ by one element at most. `parameter`: no parameter is cut, and each bucket
+            is divided such that the rank that owns most so far, in bytes, owns as little as possible.
 
     Example:
         >>> import torch
@@ -174,4 +176,4 @@ def _between_parameters(layout: BucketLayout, loads: Sequence[int]) -> tuple[Spa
     for count in counts:
         position += count
         edges.append(layout.slots[position].offset if position < len(sizes) else layout.numel)
-    return tuple(zip(edges, edges[1:], strict=False))
+    return tuple(pairwise(edges))

@@ -19,8 +19,8 @@ _Key = tuple[torch.dtype, torch.device]
 class Pool:
     """Lends flat memory to buckets for the time of one reduction.
 
-    While both buffers are lent, `take` waits for the one that travels; only where none does (buckets wait in line behind
-    one that does not fill) it makes a third. Between `clear` and the next `take` it holds nothing.
+    While both buffers are lent, `take` waits for the one that travels; only where none does (buckets wait in line
+    behind one that does not fill) it makes a third. Between `clear` and the next `take` it holds nothing.
     """
 
     def __init__(self) -> None:

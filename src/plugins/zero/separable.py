@@ -7,8 +7,9 @@ An optimizer of the same class and settings takes a few steps on two small matri
     apart          each matrix alone                         what `partition: parameter` does
     in pieces      the first matrix as two flat pieces       what `partition: flat` does
 
-Where `apart` differs from `together`, parameters influence each other (LBFGS, or step sizes found from all parameters) and
-the optimizer cannot be divided. Where `in pieces` differs, it needs whole matrices (Muon, Adafactor, Shampoo, LAMB).
+Where `apart` differs from `together`, parameters influence each other (LBFGS, or step sizes found from all parameters)
+and the optimizer cannot be divided. Where `in pieces` differs, it needs whole matrices (Muon, Adafactor, Shampoo,
+LAMB).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def separable(optimizer: Optimizer) -> Separable:
     if lines & set(_NOT):
         return "no"
     answers = {_of_group(optimizer, group) for group in optimizer.param_groups}
-    found: Separable = next((a for a in ("no", "parameters", "unknown") if a in answers), "elements")  # type: ignore[assignment]
+    found: Separable = next((a for a in ("no", "parameters", "unknown") if a in answers), "elements")
     return "parameters" if found in ("elements", "unknown") and lines & set(_WHOLE) else found
 
 
@@ -130,7 +131,7 @@ def _like(optimizer: Optimizer, group: Mapping[str, Any], parameters: list[nn.Pa
     except Exception:  # a constructor of its own kind: a copy of the object, with nothing of its own in common
         trial = cls.__new__(cls)
         trial.__dict__.update(optimizer.__dict__, state=defaultdict(dict), param_groups=[{"params": parameters}])
-        for name, value in list(trial.__dict__.items()):
+        for name in list(trial.__dict__):
             if name.endswith("_hooks"):
                 trial.__dict__[name] = OrderedDict()
     if "lr" in settings:  # a warm-up may just have set it to 0, under which all optimizers are alike

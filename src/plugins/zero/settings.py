@@ -19,28 +19,28 @@ class ZeroSettings:
             Stages 2 and 3 fill half of it while the other half travels; a gradient larger than half of it travels from
             where autograd put it.
         first_bucket_mib: cap of the first bucket, small so that communication starts early.
-        partition: where a bucket is cut. `flat`: at any element, evenly, for optimizers that treat each element for itself
-            (SGD, Adam, ...). `parameter`: between parameters, as evenly as these allow, for optimizers that need whole
-            matrices (Muon, Adafactor, Shampoo, ...); those are refused by `flat`.
-        accumulation: what stages 2 and 3 do with the gradients of a micro-batch. `partition`: reduce them at once, so that
-            only a share is ever kept, at the wire's cost of one reduction per micro-batch. `whole`: pile them up whole,
-            as stage 1 does, and reduce once per optimizer step.
+        partition: where a bucket is cut. `flat`: at any element, evenly, for optimizers that treat each element for
+            itself (SGD, Adam, ...). `parameter`: between parameters, as evenly as these allow, for optimizers that need
+            whole matrices (Muon, Adafactor, Shampoo, ...); those are refused by `flat`.
+        accumulation: what stages 2 and 3 do with the gradients of a micro-batch. `partition`: reduce them at once, so
+            that only a share is ever kept, at the wire's cost of one reduction per micro-batch. `whole`: pile them up
+            whole, as stage 1 does, and reduce once per optimizer step.
         unused_parameters: `detect` allows parameters without gradient, on some ranks or on all; `none` promises that
             every trainable parameter gets one in every backward, saves a small message, and refuses when that is not
             so.
         broadcast_buffers: after each step give all ranks rank 0's values of the buffers that changed.
         overlap: send during backward; `false` waits for its end, for modules whose parameters receive gradients in
             several nested backward passes.
-        gradient_wire: how gradients travel; each hop adds in float32 whatever the wire. `int8` errs by at most `1/254` of
-            the largest magnitude of a block of 256 per hop.
+        gradient_wire: how gradients travel; each hop adds in float32 whatever the wire. `int8` errs by at most `1/254`
+            of the largest magnitude of a block of 256 per hop.
         parameter_wire: how parameters travel. A narrow one rounds what every rank computes with, while owners keep
             the exact values and step those (as ZeRO++ does for weights): 4 more bytes per owned parameter.
-        offload: `cpu` keeps masters and optimizer state in pinned host memory when the model is on CUDA; without effect on a
-            model that is on the CPU already.
+        offload: `cpu` keeps masters and optimizer state in pinned host memory when the model is on CUDA; without effect
+            on a model that is on the CPU already.
         persistence_threshold: stage 3 keeps modules with at most this many elements whole on every rank.
         prefetch: how many blocks stage 3 fetches ahead.
-        restore_parameters: whether stage 3 gives every rank the whole model at the end of a run, as code after `fit` expects;
-            set it to false for a model that no rank can hold, and use its checkpoint.
+        restore_parameters: whether stage 3 gives every rank the whole model at the end of a run, as code after `fit`
+            expects; set it to false for a model that no rank can hold, and use its checkpoint.
         max_live_mib: stage 3 fetches nothing ahead while so many MiB of fetched parameters are alive.
     """
 

@@ -31,9 +31,10 @@ class Zero3(Zero):
     """Stage 3: parameters, gradients and the optimizer's state are divided.
 
     Bytes per parameter with float32 Adam `16/N`, and the blocks that are in use. Per rank and optimizer step it sends
-    `3 (N-1)/N` times the parameter bytes: fetched for forward, fetched again for backward, and gradients once; less where
-    backward does not read parameters (embeddings, a first layer whose input needs no gradient). With A micro-batches all
-    of it happens A times. Modules of at most `persistence_threshold` elements stay whole, as in stage 2.
+    `3 (N-1)/N` times the parameter bytes: fetched for forward, fetched again for backward, and gradients once; less
+    where backward does not read parameters (embeddings, a first layer whose input needs no gradient). With A
+    micro-batches all of it happens A times. Modules of at most `persistence_threshold` elements stay whole, as in stage
+    2.
     Source: arXiv 1910.02054.
 
     Args:
@@ -56,8 +57,8 @@ class Zero3(Zero):
     def apply(self, module: nn.Module, context: Context) -> None:
         """Gives all ranks rank 0's values, divides the parameters, and states placements.
 
-        Collective over the data axes. Moves the model once, from rank 0 of each row; what was built divided it moves once
-        around the ring, a parameter at a time.
+        Collective over the data axes. Moves the model once, from rank 0 of each row; what was built divided it moves
+        once around the ring, a parameter at a time.
 
         Raises:
             ConfigError: the ranks built different modules; names the first difference.
@@ -226,7 +227,7 @@ class Zero3(Zero):
 
     @override
     def _restore_module(self) -> None:
-        """Makes parameters whole again, if the settings say so. Collective over the shard axes; moves the model once."""
+        """Makes parameters whole, if the settings say so. Collective over the shard axes; moves the model once."""
         self._fetcher.free_all()
         if self.settings.restore_parameters:
             for bucket in self._buckets:

@@ -5,8 +5,8 @@ So that a run under any strategy, on any number of ranks, can go on from the che
 written whole, under the plain optimizer's indices. One tensor is put together at a time, and only rank 0 keeps it.
 
 Where the optimizer works on masters (half precision parameters), their exact values are stated as `MASTER` beside the
-optimizer's own entries; a plain optimizer carries that entry along and ignores it. A parameter that was never stepped has
-no entry at all, since optimizers take its absence for "not yet begun".
+optimizer's own entries; a plain optimizer carries that entry along and ignores it. A parameter that was never stepped
+has no entry at all, since optimizers take its absence for "not yet begun".
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ MASTER = "stratagem_master"
 """The key of a parameter's exact value."""
 
 _Entry = tuple[str, Any]
-"""How one rank describes an entry: ("part", dtype) of a tensor cut like the parameter, ("whole", value) of anything else."""
+"""How a rank describes an entry: ("part", dtype) for a tensor cut like the parameter, ("whole", value) for the rest."""
 
 
 @torch.no_grad()
 def gather_state(owned_optimizer: OwnedOptimizer, comm: Communicator) -> dict[str, Any]:
     """The optimizer's state, whole, under the plain indices; its `state` is empty on ranks other than 0 of the axis.
 
-    Every rank of the axis over which parameters are divided calls it. It sends every byte of the state once around the ring,
-    one tensor at a time, and one small message of descriptions.
+    Every rank of the axis over which parameters are divided calls it. It sends every byte of the state once around the
+    ring, one tensor at a time, and one small message of descriptions.
     """
     optimizer = owned_optimizer.optimizer
     everything = optimizer.state_dict()

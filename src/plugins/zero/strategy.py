@@ -12,11 +12,13 @@ from typing_extensions import override
 
 from stratagem.errors import ConfigError
 from stratagem.mesh import MeshShape
-from stratagem.plugins.zero.settings import ZeroSettings
 from stratagem.plugins.zero.initial import ShardedInit
 from stratagem.plugins.zero.lane import SHARD_AXES
+from stratagem.plugins.zero.settings import ZeroSettings
+from stratagem.plugins.zero.stage1 import Zero1
+from stratagem.plugins.zero.stage2 import Zero2
 from stratagem.plugins.zero.stage3 import Zero3
-from stratagem.plugins.zero.technique import Zero, Zero1, Zero2
+from stratagem.plugins.zero.technique import Zero
 from stratagem.strategy.base import MeshStrategy
 from stratagem.strategy.settings import RunSettings
 from stratagem.technique import Technique
@@ -30,8 +32,8 @@ class ZeroStrategy(MeshStrategy, ABC):
 
     Args:
         zero: buckets, partition, wires, offload.
-        replicas: groups of ranks that each divide a whole replica between them; gradients are averaged between groups in a
-            second step (HSDP). 1: all ranks divide one replica.
+        replicas: groups of ranks that each divide a whole replica between them; gradients are averaged between groups
+            in a second step (HSDP). 1: all ranks divide one replica.
         run: timeouts, transport, launcher, the meaning of `batch_size`.
     """
 
@@ -69,8 +71,8 @@ class ZeroStrategy(MeshStrategy, ABC):
 class Zero1Strategy(ZeroStrategy):
     """ZeRO stage 1: the optimizer's state is divided over the ranks.
 
-    Bytes per parameter with float32 Adam on N ranks: `8 + 8/N`. Bytes sent per rank and optimizer step: `2 (N-1)/N` times
-    those of the parameters, whatever the accumulation.
+    Bytes per parameter with float32 Adam on N ranks: `8 + 8/N`. Bytes sent per rank and optimizer step: `2 (N-1)/N`
+    times those of the parameters, whatever the accumulation.
 
     Args:
         zero: buckets, partition, wires, offload.
@@ -91,8 +93,8 @@ class Zero1Strategy(ZeroStrategy):
 class Zero2Strategy(ZeroStrategy):
     """ZeRO stage 2: gradients and the optimizer's state are divided over the ranks.
 
-    Bytes per parameter with float32 Adam on N ranks: `4 + 12/N`. Bytes sent per rank and optimizer step: `2 (N-1)/N` times
-    those of the parameters; see `ZeroSettings.accumulation` for several micro-batches.
+    Bytes per parameter with float32 Adam on N ranks: `4 + 12/N`. Bytes sent per rank and optimizer step: `2 (N-1)/N`
+    times those of the parameters; see `ZeroSettings.accumulation` for several micro-batches.
 
     Args:
         zero: buckets, partition, wires, offload.
@@ -109,9 +111,9 @@ class Zero2Strategy(ZeroStrategy):
 class Zero3Strategy(ZeroStrategy):
     """ZeRO stage 3: parameters, gradients and the optimizer's state are divided over the ranks.
 
-    Bytes per parameter with float32 Adam on N ranks: `16/N`, and the blocks in use. Bytes sent per rank and optimizer step:
-    `3 (N-1)/N` times those of the parameters. What the module builds in `configure_model` is divided while it is built,
-    with the values of one process; what it builds in `__init__` is whole until the run is set up.
+    Bytes per parameter with float32 Adam on N ranks: `16/N`, and the blocks in use. Bytes sent per rank and optimizer
+    step: `3 (N-1)/N` times those of the parameters. What the module builds in `configure_model` is divided while it is
+    built, with the values of one process; what it builds in `__init__` is whole until the run is set up.
 
     Args:
         zero: buckets, partition, wires, offload.

@@ -1,22 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ZeRO's stages 1 and 2: what one process holds, divided over the data ranks, with the same results.
+"""What the ZeRO stages share: what one process holds, divided over the data ranks, with the same results.
 
-    stage   parameters   gradients   optimizer state     bytes per parameter (fp32 Adam)    wire per step / parameter bytes
-    1       whole        whole       1/N                 8 + 8/N                            2 (N-1)/N
+    stage   parameters   gradients   optimizer state     bytes per parameter (fp32 Adam)    wire per step / parameter
+    bytes 1       whole        whole       1/N                 8 + 8/N                            2 (N-1)/N
     2       whole        1/N         1/N                 4 + 12/N                           2 (N-1)/N
     3       1/N          1/N         1/N                 16/N                               3 (N-1)/N
 
-One optimizer step of stages 1 and 2 sends gradients once (reduce-scatter, during backward) and parameters once (all-gather,
-after the step): together what DDP's all-reduce sends.
+One optimizer step of stages 1 and 2 sends gradients once (reduce-scatter, during backward) and parameters once
+(all-gather, after the step): together what DDP's all-reduce sends.
 
 Half precision parameters have float32 masters, of which each rank holds its share: the optimizer steps those, and they
 are rounded into the parameters. That is 4/N bytes more per parameter for masters and 4/N for their gradients.
 
-Who owns what is decided in `attach`, when the optimizers are known: parameters of different optimizers share no bucket, so
-that each optimizer's step sends its own parameters only; parameter groups do share, since pieces are per parameter.
+Who owns what is decided in `attach`, when the optimizers are known: parameters of different optimizers share no bucket,
+so that each optimizer's step sends its own parameters only; parameter groups do share, since pieces are per parameter.
 
-A parameter that requires a gradient but is in no optimizer stays whole, and its gradient local. A frozen one that is in an
-optimizer has a bucket, which costs nothing before it is unfrozen. One that is added to an optimizer later
+A parameter that requires a gradient but is in no optimizer stays whole, and its gradient local. A frozen one that is in
+an optimizer has a bucket, which costs nothing before it is unfrozen. One that is added to an optimizer later
 (`add_param_group`) is taken over before the next backward.
 """
 
@@ -27,15 +27,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import reduce
-from typing import Any, ClassVar, final
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stratagem.collectives import Op, Wire
-from stratagem.collectives.wire import wire_format
+from stratagem.collectives import Wire
 from stratagem.errors import ConfigError
 from stratagem.placement import Placement
 from stratagem.plugins.zero.bucket import Bucket, OwnedParameter
@@ -43,6 +42,7 @@ from stratagem.plugins.zero.gradients import Gradients
 from stratagem.plugins.zero.lane import SHARD_AXES, Lane
 from stratagem.plugins.zero.optimizer import OwnedOptimizer
 from stratagem.plugins.zero.partition import cut, pack_by_key
+from stratagem.plugins.zero.predictions import held_bytes, parameter_wire, wire_bytes
 from stratagem.plugins.zero.separable import check_separable
 from stratagem.plugins.zero.settings import ZeroSettings
 from stratagem.plugins.zero.state import gather_parameter, gather_state, load_state
@@ -123,8 +123,8 @@ class Zero(DataTechnique, ABC):
         for number, parameter in strangers:
             if id(parameter) not in self.names:
                 raise ConfigError(
-                    f"optimizer {number} holds a parameter of shape {tuple(parameter.shape)} that the module had not when "
-                    "the run was set up",
+                    f"optimizer {number} holds a parameter of shape {tuple(parameter.shape)} that the module had not "
+                    "when the run was set up",
                     where="the optimizers",
                     allowed="parameters of the module",
                     do="create parameters in __init__ or configure_model, and keep them",
@@ -182,7 +182,7 @@ class Zero(DataTechnique, ABC):
 
     @property
     def agree_on_overflow(self) -> bool:
-        """Whether ranks tell each other of gradients that are not finite, so that a loss scaler skips on all of them."""
+        """Whether ranks tell each other of gradients that are not finite, so that a loss scaler skips on all."""
         return self._gradients.agree_on_overflow
 
     @agree_on_overflow.setter
@@ -225,7 +225,7 @@ class Zero(DataTechnique, ABC):
     @override
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Within it gradients pile up whole (stage 1, or `accumulation: whole`), or in the owned slices. Local, or not."""
+        """Within it gradients pile up whole (stage 1, or `accumulation: whole`), or, reduced, in the owned slices."""
         with self._gradients.no_sync():
             yield
 
@@ -245,16 +245,13 @@ class Zero(DataTechnique, ABC):
                         self._lane.shard.all_gather,
                         bucket.values,
                         bounds=bucket.cut.bounds,
-                        wire=self._parameter_wire(bucket),
+                        wire=parameter_wire(bucket, self.settings),
                     )
                 )
         for future in futures:
             future.result()
         changed = [parameter for bucket in stepped for parameter in bucket.parameters]
         torch.autograd.graph.increment_version(changed)
-
-    def _parameter_wire(self, bucket: Bucket) -> Wire:
-        return self.settings.parameter_wire if bucket.cut.layout.dtype.is_floating_point else Wire.FULL
 
     def _after_clear(self, optimizer: OwnedOptimizer, set_to_none: bool) -> None:
         self._gradients.clear(optimizer.places.values(), set_to_none=set_to_none)
@@ -342,23 +339,10 @@ class Zero(DataTechnique, ABC):
     @override
     def wire_bytes_per_step(self) -> Mapping[str, float]:
         """`(N-1)/N` of the gradient bytes and `(N-1)/N` of the parameter bytes over the shard axes (stage 3: parameters
-        twice); over `dp_replicate`, of R groups, `2 (R-1)/R` of this rank's share of the gradients. Gradients count once
-        per reduction of the last optimizer step: see `ZeroSettings.accumulation`."""
-        n, r = self._lane.shard.size, self._lane.replicate.size
-        gradients = parameters = owned = 0.0
-        for bucket in self._buckets:
-            if not any(parameter.requires_grad for parameter in bucket.parameters):
-                continue
-            dtype = bucket.cut.layout.dtype
-            reduced = wire_format(dtype, op=Op.MEAN, wire=self.settings.gradient_wire, n=n)
-            gathered = wire_format(dtype, op=None, wire=self._parameter_wire(bucket), n=n)
-            gradients += self._window * reduced.num_bytes(bucket.numel)
-            parameters += self._gathers_per_step(bucket) * gathered.num_bytes(bucket.numel)
-            owned += self._window * reduced.num_bytes(bucket.span[1] - bucket.span[0])
-        predicted = {self._lane.shard.axis: (n - 1) / n * (gradients + parameters)}
-        if r > 1:
-            predicted[self._lane.replicate.axis] = 2 * (r - 1) / r * owned
-        return predicted
+        twice); over `dp_replicate`, of R groups, `2 (R-1)/R` of this rank's share of the gradients. Gradients count
+        once per reduction of the last optimizer step: see `ZeroSettings.accumulation`."""
+        gathers = [(bucket, self._gathers_per_step(bucket)) for bucket in self._buckets]
+        return wire_bytes(gathers, self._lane, self.settings, num_reductions=self._window)
 
     def _gathers_per_step(self, bucket: Bucket) -> int:
         return 1
@@ -369,21 +353,7 @@ class Zero(DataTechnique, ABC):
 
         `optimizer` is one moment of the optimizer's state, of which Adam has two.
         """
-        divided = {id(parameter) for bucket in self._buckets for parameter in bucket.parameters}
-        rest = [p for p in unique(self._module.parameters()) if id(p) not in divided]
-        parameters = sum(p.numel() * p.dtype.itemsize for p in rest)
-        gradients = sum(p.numel() * p.dtype.itemsize for p in rest if p.requires_grad)
-        moment = 0
-        for bucket in self._buckets:
-            mine, layout = bucket.span[1] - bucket.span[0], bucket.cut.layout
-            whole = self.stage < 3 or bucket.values is not None
-            parameters += layout.num_bytes if whole else mine * layout.dtype.itemsize
-            parameters += mine * bucket.state_dtype.itemsize if bucket.has_master else 0
-            if any(parameter.requires_grad for parameter in bucket.parameters):
-                gradients += layout.num_bytes if self.stage == 1 else mine * bucket.state_dtype.itemsize
-                gradients += mine * bucket.state_dtype.itemsize if self.stage == 1 and bucket.has_master else 0
-                moment += mine * bucket.state_dtype.itemsize
-        return {"parameters": parameters, "gradients": gradients, "optimizer": moment}
+        return held_bytes(unique(self._module.parameters()), self._buckets, stage=self.stage)
 
     # -- end -------------------------------------------------------------------------------------------------------
 
@@ -416,27 +386,3 @@ class Zero(DataTechnique, ABC):
         for lane in self._lanes:
             lane.close()
         self._lanes = []
-
-
-@final
-class Zero1(Zero):
-    """Stage 1: the optimizer's state is divided.
-
-    Bytes per parameter with float32 Adam `8 + 8/N`. Per rank and optimizer step it sends `2 (N-1)/N` times the parameter
-    bytes, whatever the accumulation. Source: ZeRO (arXiv 1910.02054), with the reduce-scatter of its later revision.
-    """
-
-    stage: ClassVar[int] = 1
-
-
-@final
-class Zero2(Zero):
-    """Stage 2: gradients and the optimizer's state are divided.
-
-    Bytes per parameter with float32 Adam `4 + 12/N`. Per rank and optimizer step it sends `2 (N-1)/N` times the parameter
-    bytes; with `accumulation: partition` and A micro-batches `(A+1) (N-1)/N`. While backward runs, gradients take no more
-    than this rank's share plus `bucket_mib` (plus what autograd itself is about to hand over; a gradient larger than
-    half of `bucket_mib` counts twice instead). Source: arXiv 1910.02054.
-    """
-
-    stage: ClassVar[int] = 2

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A module's parameters, where reading one by its name is noticed: `module.weight` is a lookup in `module._parameters`.
 
-So a parameter whose memory is elsewhere can be brought back the moment anybody uses it, in whichever module: a head that is
-tied to an embedding, a norm whose weight another module reads, a block of which only one method is called.
+So a parameter whose memory is elsewhere can be brought back the moment anybody uses it, in whichever module: a head
+that is tied to an embedding, a norm whose weight another module reads, a block of which only one method is called.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class WatchedParameters(dict[str, "nn.Parameter | None"]):
         on_use: called with a parameter before it is handed out by name.
 
     Attributes:
-        on_list: called with a parameter before it is handed out by `items` or `values` (`module.parameters()`), and when it
-            is put in; nothing by default, since listing is not using.
+        on_list: called with a parameter before it is handed out by `items` or `values` (`module.parameters()`), and
+            when it is put in; nothing by default, since listing is not using.
     """
 
     def __init__(self, parameters: dict[str, nn.Parameter | None], on_use: Notice) -> None:

@@ -1,0 +1,70 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The formulas of the stages: bytes sent and bytes held, by arithmetic alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from torch import nn
+
+from stratagem.collectives import Op, Wire
+from stratagem.collectives.wire import wire_format
+from stratagem.plugins.zero.bucket import Bucket
+from stratagem.plugins.zero.lane import Lane
+from stratagem.plugins.zero.settings import ZeroSettings
+
+
+def parameter_wire(bucket: Bucket, settings: ZeroSettings) -> Wire:
+    """How the parameters of a bucket travel: only floats can travel narrow."""
+    return settings.parameter_wire if bucket.cut.layout.dtype.is_floating_point else Wire.FULL
+
+
+def wire_bytes(
+    gathers: Iterable[tuple[Bucket, int]], lane: Lane, settings: ZeroSettings, *, num_reductions: int
+) -> dict[str, float]:
+    """Bytes that this rank sends per optimizer step, by axis. Local.
+
+    Args:
+        gathers: every bucket, and how often per step its parameters are gathered.
+        lane: over the axes.
+        settings: for the wires.
+        num_reductions: how often per step gradients are reduced.
+    """
+    n, r = lane.shard.size, lane.replicate.size
+    shard = replicate = 0.0
+    for bucket, num_gathers in gathers:
+        dtype = bucket.cut.layout.dtype
+        if not bucket.is_trained:
+            if bucket.values is None:  # elsewhere: fetched like any other
+                shard += num_gathers * bucket.cut.layout.num_bytes
+            continue
+        reduced = wire_format(dtype, op=Op.MEAN, wire=settings.gradient_wire, n=n)
+        gathered = wire_format(dtype, op=None, wire=parameter_wire(bucket, settings), n=n)
+        shard += num_reductions * reduced.num_bytes(bucket.numel) + num_gathers * gathered.num_bytes(bucket.numel)
+        replicate += num_reductions * reduced.num_bytes(bucket.span[1] - bucket.span[0])
+    found = {lane.shard.axis: (n - 1) / n * shard}
+    return found if r == 1 else {**found, lane.replicate.axis: 2 * (r - 1) / r * replicate}
+
+
+def held_bytes(parameters: Sequence[nn.Parameter], buckets: Sequence[Bucket], *, stage: int) -> dict[str, int]:
+    """Bytes that this rank holds between backward and step, by kind. Local.
+
+    Args:
+        parameters: all of the module; those in no bucket are whole, with whole gradients.
+        buckets: the others.
+        stage: 1, 2 or 3.
+    """
+    in_buckets = {id(parameter) for bucket in buckets for parameter in bucket.parameters}
+    rest = [p for p in parameters if id(p) not in in_buckets]
+    held = sum(p.numel() * p.dtype.itemsize for p in rest)
+    gradients = sum(p.numel() * p.dtype.itemsize for p in rest if p.requires_grad)
+    moment = 0
+    for bucket in buckets:
+        mine, layout = bucket.span[1] - bucket.span[0], bucket.cut.layout
+        held += layout.num_bytes if bucket.values is not None else mine * layout.dtype.itemsize
+        held += mine * bucket.state_dtype.itemsize if bucket.has_master else 0
+        if bucket.is_trained:
+            gradients += layout.num_bytes if stage == 1 else mine * bucket.state_dtype.itemsize
+            gradients += mine * bucket.state_dtype.itemsize if stage == 1 and bucket.has_master else 0
+            moment += mine * bucket.state_dtype.itemsize
+    return {"parameters": held, "gradients": gradients, "optimizer": moment}

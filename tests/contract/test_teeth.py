@@ -144,7 +144,7 @@ def test_a_rank_that_waits_for_its_peers_when_it_fails_is_caught(
 
 
 def test_ranks_that_decide_each_for_itself_are_caught(impatient: Gangs) -> None:
-    with pytest.raises(pytest.fail.Exception, match="still running|lost rank"):
+    with pytest.raises(pytest.fail.Exception, match=r"still running|lost rank"):
         StrategyContract().test_early_stopping(Subject(strategy=LocalVotes), impatient, 2)
 
 

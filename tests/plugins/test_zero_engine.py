@@ -379,7 +379,7 @@ def test_the_reduced_gradient_can_be_had_whole(stage: str) -> None:
 @on_all_stages
 @pytest.mark.parametrize(("wire", "bound"), [(Wire.BF16, 2**-8), (Wire.INT8, 1 / 127)])
 def test_narrow_wires_err_within_bounds(stage: str, wire: Wire, bound: float) -> None:
-    """Each hop rounds a partial mean of gradients. All compute with the same rounded parameters, owners step exact ones."""
+    """Each hop rounds a partial mean of gradients; all compute with the same rounded values, owners step exact ones."""
     size, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     module = nn.Linear(64, 33)

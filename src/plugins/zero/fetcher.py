@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from stratagem.errors import CommunicationError
 from stratagem.plugins.zero.blocks import Block
 from stratagem.plugins.zero.bucket import Bucket
 from stratagem.plugins.zero.lane import Lane
@@ -229,8 +230,7 @@ class Fetcher:
             self._next[here] = unit
         self._start(unit)
         if not unit.is_here:
-            for future in unit.coming:
-                future.result()
+            self._wait(unit)
             self._arrive(unit)
         self._order.remove(unit)
         self._order.append(unit)
@@ -254,6 +254,20 @@ class Fetcher:
             wire, gather = parameter_wire(bucket, self._settings), self._lane.shard.all_gather
             unit.coming.append(self._lane.submit(gather, flat, bounds=bucket.cut.bounds, wire=wire))
             unit.memory.append(flat)
+
+    @staticmethod
+    def _wait(unit: Unit) -> None:
+        try:
+            for future in unit.coming:
+                future.result()
+        except CommunicationError as error:
+            if "out of turn" not in str(error):
+                raise
+            raise CommunicationError(
+                f"{error}. This rank fetches block {unit.block.name!r}. If control flow differs between ranks, keep the "
+                "modules concerned whole: raise zero.persistence_threshold above their number of elements, or train "
+                "with zero_2"
+            ) from error
 
     @torch.inference_mode(mode=False)
     def _arrive(self, unit: Unit) -> None:

@@ -15,8 +15,8 @@ Note [a rank's share of the mean]: the mean over ranks of the ranks' mean losses
 ranks have as many. In the last, uneven batch they have not, so each rank's loss is multiplied by `samples here * ranks
 / samples in all` before backward; the factor is arithmetic, nothing is sent for it.
 
-Note [nothing to do]: a training step that returns None on one rank runs no backward there. Its gradients count as
-zeros, and it meets the others nevertheless, instead of leaving them waiting.
+Note [nothing to do]: a closure that runs no backward on this rank still meets the other ranks, with zeros for
+gradients, instead of leaving them waiting. (A training step that returns None is refused by Lightning itself.)
 """
 
 from __future__ import annotations

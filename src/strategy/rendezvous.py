@@ -16,13 +16,15 @@ from typing import ClassVar, final
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import ClusterEnvironment
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 
 @final
 class Rendezvous:
     """Opens the default process group, any number of times in one process."""
 
-    _stores: ClassVar[dict[tuple[str, int], dist.Store]] = {}
+    _stores: ClassVar[dict[tuple[str, int], Store]] = {}
     _openings: ClassVar[count[int]] = count()
 
     @classmethod
@@ -43,9 +45,9 @@ class Rendezvous:
         rank, world_size = environment.global_rank(), environment.world_size()
         if (address, port) not in cls._stores:
             os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)  # read by env://
-            meeting = dist.rendezvous("env://", rank, world_size, timeout=timeout)
+            meeting = rendezvous("env://", rank, world_size, timeout=timeout)
             cls._stores[address, port] = next(iter(meeting))[0]
-        store = dist.PrefixStore(f"stratagem/{next(cls._openings)}", cls._stores[address, port])
+        store = PrefixStore(f"stratagem/{next(cls._openings)}", cls._stores[address, port])
         dist.init_process_group(
             backend, store=store, rank=rank, world_size=world_size, timeout=timeout, device_id=device
         )

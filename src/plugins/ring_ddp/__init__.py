@@ -2,7 +2,7 @@
 """Ring DDP: whole replicas, gradients averaged around a ring while backward runs.
 
 Use it when the model, its gradients and its optimizer fit on every rank. It costs, per rank and optimizer step, `2
-(N-1)/N` times the gradient bytes on the wire, to the two neighbours only, whatever the accumulation; and it holds
+(N-1)/N` times the gradient bytes on the wire, to the right neighbour only, whatever the accumulation; and it holds
 parameters, gradients and optimizer state whole (16 bytes per parameter with float32 Adam). It cannot make the model
 smaller: that is what the ZeRO stages are for.
 """

@@ -6,17 +6,22 @@
     metrics       `callback_metrics`, `logged_metrics`, `progress_bar_metrics`
     attributes    of the module and of each callback, where they have changed and pickle: `best_model_path`, a list
                   that a `training_step` appended to. Lists, dicts and sets are changed in place. Of loggers only
-                  words and numbers: the version that was chosen.
+                  words and numbers, the version that was chosen among them, and what a `CSVLogger` has written
     results       what `validate`, `test` or `predict` returned on rank 0
 
 It travels through a file without a name, so that nothing is left behind whatever dies. What does not come home: the
 state of optimizers (a second `fit` makes new ones, as it does in one process), attributes that do not pickle or whose
 pickle is larger than `LARGEST_ATTRIBUTE`, and what hangs neither on the module nor on a callback.
+
+Note [one file of metrics]: a new writer of a `CSVLogger` deletes the file of an earlier one with the same version, and
+ranks are new with every run. So the caller opens the writer before the first fork, and keeps it: all runs of a trainer
+append to one file, as they do in one process, after a run that failed too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import csv
 import hashlib
 import io
 import pickle
@@ -25,6 +30,8 @@ from typing import IO, Any, final
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -51,6 +58,9 @@ class Homecoming:
         self._trainer, self._file = trainer, file
         self._weights: dict[str, Any] | None = None
         self._before: dict[tuple[str, str], str] = {}
+        for writer in _writers(trainer):  # see Note [one file of metrics]
+            _know_columns(writer)
+            writer.save()  # what the caller has logged is written here and once, not by the rank that inherits it
 
     def watch(self, *, collects: bool) -> None:
         """Begin in a rank, before the work; every rank calls it, and one of them collects."""
@@ -107,7 +117,8 @@ class Homecoming:
         trainer: Any = self._trainer  # which does not declare all it has
         callbacks = {f"callback {number}": callback for number, callback in enumerate(trainer.callbacks)}
         loggers = {f"logger {number}": logger for number, logger in enumerate(trainer.loggers)}
-        return {"module": trainer.lightning_module, **callbacks, **loggers}
+        writers = {f"writer {number}": writer for number, writer in enumerate(_writers(trainer))}
+        return {"module": trainer.lightning_module, **callbacks, **loggers, **writers}
 
     def _shared(self) -> dict[str, Any]:
         """Objects that attributes may refer to and that are never copied, by a name that both processes know."""
@@ -179,6 +190,17 @@ class _Unpickler(pickle.Unpickler):
     @override
     def persistent_load(self, pid: str) -> Any:
         return self._things[pid]
+
+
+def _writers(trainer: Trainer) -> list[ExperimentWriter]:
+    found: list[Any] = [logger.experiment for logger in trainer.loggers if isinstance(logger, CSVLogger)]
+    return [writer for writer in found if isinstance(writer, ExperimentWriter)]
+
+
+def _know_columns(writer: ExperimentWriter) -> None:
+    """Tell a writer which columns its file has: a rank that failed did not bring home those it added."""
+    with contextlib.suppress(FileNotFoundError), writer._fs.open(writer.metrics_file_path, "r", newline="") as file:
+        writer.metrics_keys = sorted({*writer.metrics_keys, *next(csv.reader(file), [])})
 
 
 def _digest(data: bytes) -> str:

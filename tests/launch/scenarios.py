@@ -7,6 +7,8 @@ prints one line of JSON behind its name.
 
 from __future__ import annotations
 
+import contextlib
+import csv
 import ctypes
 import json
 import logging
@@ -30,7 +32,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch.utils.data import DataLoader
 
-from stratagem.errors import ConfigError
+from stratagem.errors import ConfigError, RankError
 from stratagem.strategy import launcher
 from tests.launch.kit import MARK, History, Model, fail, processes, trainer
 
@@ -200,6 +202,57 @@ def here() -> Any:
         run.fit_loop.max_epochs = 2
         run.fit(model)
         return [run.global_step, run.current_epoch, model.seen]
+
+
+class _Logging(Model):
+    """Logs something else in each kind of run, and hyperparameters while it runs."""
+
+    def on_fit_start(self) -> None:
+        assert self.logger is not None
+        self.logger.log_hyperparams({"known in the run": 1})
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.log("trained", 1.0)
+        return BoringModel.training_step(self, batch, batch_idx)
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("validated", 1.0, sync_dist=True)
+
+    def test_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("tested", 1.0, sync_dist=True)
+
+
+def _log_all_kinds(folder: str, devices: int) -> Any:
+    """Runs of all kinds with one trainer, a failed one among them; the rows of every file, as what they fill."""
+    model = _Logging()
+    options: dict[str, Any] = {"log_every_n_steps": 1, "num_sanity_val_steps": 0, "default_root_dir": folder}
+    run = trainer(devices=devices, logger=CSVLogger(folder), **options)
+    assert run.logger is not None
+    run.logger.log_metrics({"from outside": 0.0}, step=0)
+    run.fit(model)
+    run.validate(model, verbose=False)
+    run.logger.log_metrics({"from outside": 1.0}, step=1)
+    run.test(model, verbose=False)
+    run.fit_loop.max_epochs = 2
+    run.fit(model)
+    run.fit_loop.max_epochs = 3
+    model.on_train_end = _boom  # type: ignore[method-assign]
+    with contextlib.suppress(ZeroDivisionError, RankError):
+        run.fit(model)
+    run.validate(model, verbose=False)
+    files = {}
+    for path in sorted(Path(folder).rglob("metrics.csv")):
+        with path.open(newline="") as file:
+            rows = [[name for name, value in row.items() if value] for row in csv.DictReader(file)]
+        hparams = path.with_name("hparams.yaml")
+        files[str(path.relative_to(folder))] = [*rows, hparams.exists() and hparams.read_text()]
+    return files
+
+
+@scenario
+def metrics() -> Any:
+    with tempfile.TemporaryDirectory() as forked, tempfile.TemporaryDirectory() as alone:
+        return {"forked": _log_all_kinds(forked, 2), "alone": _log_all_kinds(alone, 1)}
 
 
 @scenario

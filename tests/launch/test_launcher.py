@@ -130,6 +130,17 @@ def test_what_a_run_changes_comes_home(outcomes: dict[str, Any]) -> None:
     assert (home["processes"], home["environment"]) == ([], [])
 
 
+def test_no_metrics_are_lost_whatever_runs_follow_each_other(outcomes: dict[str, Any]) -> None:
+    """Each run of a trainer appends to one file, exactly as runs in one process do."""
+    forked, alone = outcomes["metrics"]["forked"], outcomes["metrics"]["alone"]
+    assert list(forked) == ["lightning_logs/version_0/metrics.csv"]
+    assert forked == alone
+    filled = [tuple(row) for row in forked["lightning_logs/version_0/metrics.csv"][:-1]]
+    numbers = {name: sum(name in row for row in filled) for name in ("trained", "validated", "tested", "from outside")}
+    # Three fits of four steps and one validation each, two validations more, a test, two rows from outside.
+    assert numbers == {"trained": 12, "validated": 5, "tested": 1, "from outside": 2}
+
+
 def test_a_list_that_a_callback_fills_is_filled_in_place(outcomes: dict[str, Any]) -> None:
     assert outcomes["comes_home"]["steps"] == list(range(1, 9))  # over both fits
 

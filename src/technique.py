@@ -28,6 +28,7 @@ from typing import Any, ClassVar, TypeVar, final
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from stratagem.collectives import Communicator, Traffic
@@ -52,6 +53,7 @@ class Context:
         timeout: how long a rank waits for another one before it gives up.
         traffic: counts every call and byte, per axis.
         placements: by parameter name in the unparallelised module.
+        idle: this rank's batch is a filler, there only to keep step: what it computes counts for nothing.
     """
 
     shape: MeshShape
@@ -61,6 +63,7 @@ class Context:
     timeout: timedelta = timedelta(minutes=30)
     traffic: Traffic = field(default_factory=Traffic)
     placements: dict[str, Placement] = field(default_factory=dict)
+    idle: bool = False
     _communicators: dict[tuple[str, str], Communicator] = field(default_factory=dict)
 
     def communicator(self, *axes: str, lane: str = "main") -> Communicator:
@@ -206,11 +209,12 @@ class DataTechnique(Technique):
 class ChangedBuffers:
     """Tells which modules' buffers changed since they were last sent, so that constant ones (rotary tables) never are.
 
-    A module's buffers go together: batch norm's kernel writes its running statistics without counting a version, but
-    the module counts its batches.
+    A buffer changed if it is another tensor or another version of it; one that was written through `.data` or by a
+    kernel that counts no version is found by its values, on CPU and up to `compared_numel` elements (a copy is kept to
+    compare with). A module's buffers go together: batch norm's kernel counts no version, but the module its batches.
 
     Args:
-        module: with all modules below it.
+        module: with all modules below it, also those that get buffers later.
 
     Example:
         >>> norm = nn.BatchNorm1d(2)
@@ -222,13 +226,16 @@ class ChangedBuffers:
         [True]
     """
 
+    compared_numel: ClassVar[int] = 2**18
+
     def __init__(self, module: nn.Module) -> None:
-        self._owners = [m for m in module.modules() if m._buffers]
-        self._marks = self._mark()
+        self._module = module
+        self.settle()
 
     def changed(self) -> list[bool]:
-        """Per module with buffers, in the same order on every rank: another tensor, or another version of it. Local."""
-        return [now != before for now, before in zip(self._mark(), self._marks, strict=True)]
+        """Per module with buffers, in the same order on every rank: did one of them change? Local."""
+        self._owners = [m for m in self._module.modules() if m._buffers]
+        return [not self._is_as_before(owner) for owner in self._owners]
 
     def select(self, wanted: Sequence[bool]) -> list[Tensor]:
         """The buffers of the modules that `wanted`, one answer per entry of `changed`, names. Local."""
@@ -237,10 +244,23 @@ class ChangedBuffers:
 
     def settle(self) -> None:
         """From here on, changes count from now. Local."""
-        self._marks = self._mark()
+        self._owners = [m for m in self._module.modules() if m._buffers]
+        self._marks = {id(owner): [self._mark(b) for b in _held(owner)] for owner in self._owners}
 
-    def _mark(self) -> list[list[tuple[int, int]]]:
-        return [[(id(b), b._version) for b in owner._buffers.values() if b is not None] for owner in self._owners]
+    def _mark(self, buffer: Tensor) -> tuple[int, int, Tensor | None]:
+        compared = buffer.device.type == "cpu" and buffer.numel() <= self.compared_numel and not buffer.is_sparse
+        return id(buffer), buffer._version, buffer.detach().clone() if compared else None
+
+    def _is_as_before(self, owner: nn.Module) -> bool:
+        buffers, marks = _held(owner), self._marks.get(id(owner), ())
+        return len(buffers) == len(marks) and all(
+            (id(b), b._version) == (known, version) and (copy is None or torch.equal(b, copy))
+            for b, (known, version, copy) in zip(buffers, marks, strict=True)
+        )
+
+
+def _held(owner: nn.Module) -> list[Tensor]:
+    return [buffer for buffer in owner._buffers.values() if buffer is not None]
 
 
 def unique(tensors: Iterable[_T]) -> list[_T]:
@@ -260,6 +280,12 @@ def state_placements(module: nn.Module, context: Context, axes: tuple[str, ...])
     for name, parameter in module.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     for name, parameter in module.named_parameters():
+        if is_lazy(parameter):
+            raise ConfigError(
+                f"{name!r} has no shape yet, so ranks cannot agree on it",
+                where="model",
+                do="run one batch through the lazy modules first, or give them their sizes",
+            )
         if name not in context.placements:
             aliases = tuple(other for other in names[id(parameter)] if other != name)
             context.placements[name] = Placement(name, tuple(parameter.shape), reduce_axes=axes, aliases=aliases)

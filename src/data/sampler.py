@@ -150,7 +150,8 @@ class OrderedBatchSampler(DistributedSampler[list[int]]):
         """Takes a position up again, on any number of ranks; a finished epoch leads to the next one.
 
         Raises:
-            DataError: the position lies outside the data, which must have changed.
+            DataError: the position lies outside the data, which must have changed; or within an epoch of batches of
+                another global size.
         """
         self._loaded = Position(int(state["epoch"]), int(state["samples"]), int(state["batches"]))
         self.epoch = self._loaded.epoch
@@ -158,6 +159,21 @@ class OrderedBatchSampler(DistributedSampler[list[int]]):
         self._delivered = self.start
         if self._epoch_plan().num_batches == 0 and self._loaded.samples:
             self.set_epoch(self._loaded.epoch + 1)
+        elif self._loaded.batches and self.batch_size is not None:
+            self._check_same_global_batch(self._loaded.samples / self._loaded.batches)
+
+    def _check_same_global_batch(self, before: float) -> None:
+        """Whoever counts batches, as Lightning does, would lose or repeat samples if their size changed midway."""
+        assert self.batch_size is not None
+        now = self.batch_size * (1 if self.split == "global" else self.num_replicas)
+        if before != now:
+            raise DataError(
+                f"the checkpoint stands in the middle of an epoch with global batches of {before:g} samples, and now "
+                f"they have {now}",
+                where="the training data",
+                allowed=f"a batch size that gives {before:g} over {self.num_replicas} data ranks",
+                do="set batch_size: global in the strategy's run settings, so that it keeps on any number of ranks",
+            )
 
     @property
     def _start(self) -> Position:

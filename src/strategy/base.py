@@ -41,7 +41,7 @@ from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import LBFGS, Optimizer
 from typing_extensions import override
 
 from stratagem.mesh import MeshShape
@@ -230,6 +230,14 @@ class MeshStrategy(ParallelStrategy, ABC):
         return last if isinstance(last, DataTechnique) else None
 
     @override
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """The user's own, which need not know whether this rank's batch is only a filler."""
+        assert self.context is not None
+        assert self._loaders is not None
+        self.context.idle = self._loaders.weight() == 0.0
+        return super().training_step(*args, **kwargs)
+
+    @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """The user's backward, between `begin` and `finish`: see Note [a rank's share of the mean]."""
         module, data = self.lightning_module, self._data
@@ -261,12 +269,15 @@ class MeshStrategy(ParallelStrategy, ABC):
         assert module is not None
         if data is None or not module.automatic_optimization:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self._loaders is not None
+        searches = isinstance(optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer, LBFGS)
 
         def closure_that_meets() -> Any:
             data.begin()
             result = closure()
             data.finish()
-            return result
+            # An optimizer that searches along a line decides by the loss: all ranks must see the same one.
+            return self.reduce(result * self._loaders.weight()) if searches and isinstance(result, Tensor) else result
 
         return super().optimizer_step(optimizer, closure_that_meets, model, **kwargs)
 

@@ -25,6 +25,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.overrides.distributed import _IndexBatchSamplerWrapper
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import RunningStage
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
@@ -59,6 +60,12 @@ class LoaderOrder:
             return 1.0
         step = self._trainer.fit_loop.epoch_loop.batch_idx
         weights = {sampler.weight(step % max(len(sampler), 1)) for sampler in self._training}
+        if len(weights) > 1:
+            rank_zero_warn(
+                "Training loaders of different lengths share an uneven batch: the ranks' losses are averaged without "
+                "weights, so that batch's samples do not count alike. drop_last=True, or lengths that the global batch "
+                "divides, avoid it."
+            )
         return weights.pop() if len(weights) == 1 else 1.0
 
     def _prepare(self, dataloader: object, shuffle: bool, mode: RunningStage) -> object:

@@ -37,19 +37,21 @@ class _Normalise(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, comm: Communicator
+        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, context: Context
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns the output, and for running statistics mean and biased variance `[C]` and the count `[1]`."""
         dims = [dim for dim in range(x.dim()) if dim != 1]
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        count = wide.new_full((1,), x.numel() / max(x.shape[1], 1))
+        comm = _data_ranks(context)
+        counted = 0.0 if context.idle else 1.0
+        count = wide.new_full((1,), counted * x.numel() / max(x.shape[1], 1))
         local_mean = wide.mean(dims) if x.numel() else wide.new_zeros(x.shape[1])
         sums = torch.cat([local_mean * count, count])
         comm.reduce_small(sums, "sum")
         total = sums[-1:]
         mean = sums[:-1] / total
         centred = wide - _per_channel(mean, x)
-        variance = centred.square().sum(dims)
+        variance = counted * centred.square().sum(dims)
         comm.reduce_small(variance, "sum")
         variance /= total
         inverse_std = torch.rsqrt(variance + eps)
@@ -89,10 +91,10 @@ class BatchNormOverRanks(_BatchNorm):
 
     Args:
         original: the layer whose parameters and buffers are taken over.
-        comm: the data ranks.
+        context: knows the data ranks, and whether this one's batch counts.
     """
 
-    def __init__(self, original: _BatchNorm, comm: Communicator) -> None:
+    def __init__(self, original: _BatchNorm, context: Context) -> None:
         super().__init__(
             original.num_features, original.eps, original.momentum, affine=False, track_running_stats=False
         )
@@ -104,7 +106,7 @@ class BatchNormOverRanks(_BatchNorm):
         for name in _BUFFERS:
             self.register_buffer(name, getattr(original, name))
         self.train(original.training)
-        self.comm = comm
+        self._context = (context,)
 
     def restored(self) -> _BatchNorm:
         """The original layer with what was learned here."""
@@ -121,7 +123,7 @@ class BatchNormOverRanks(_BatchNorm):
             return nn.functional.batch_norm(
                 input, self.running_mean, self.running_var, self.weight, self.bias, False, 0.0, self.eps
             )
-        out, mean, variance, total = _Normalise.apply(input, self.weight, self.bias, self.eps, self.comm)
+        out, mean, variance, total = _Normalise.apply(input, self.weight, self.bias, self.eps, self._context[0])
         if self.training and self.track_running_stats:
             assert self.running_mean is not None
             assert self.running_var is not None
@@ -142,11 +144,11 @@ def convert_batchnorm(module: nn.Module, context: Context) -> None:
     """
     if context.shape.data_size == 1:
         return
-    comm = context.communicator("dp_replicate", "dp_shard")
+    _data_ranks(context)  # opened here, where all ranks come by
     for parent in list(module.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, _BatchNorm):
-                setattr(parent, name, BatchNormOverRanks(child, comm))
+                setattr(parent, name, BatchNormOverRanks(child, context))
 
 
 def restore_batchnorm(module: nn.Module) -> None:
@@ -155,6 +157,10 @@ def restore_batchnorm(module: nn.Module) -> None:
         for name, child in list(parent.named_children()):
             if isinstance(child, BatchNormOverRanks):
                 setattr(parent, name, child.restored())
+
+
+def _data_ranks(context: Context) -> Communicator:
+    return context.communicator("dp_replicate", "dp_shard")
 
 
 def _per_channel(values: Tensor, like: Tensor) -> Tensor:

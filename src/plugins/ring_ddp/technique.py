@@ -17,6 +17,10 @@ missing. One small integer vector then tells everyone which parameters any rank 
 = None` (an optimizer must not decay their weight), those that only others used receive the average. The same vector
 carries which buffers changed, so that constant ones (rotary tables) are never sent.
 
+Note [gradients that are kept]: a `.grad` that was taken out before `zero_grad` (gradient surgery compares several) must
+not change when the next backward fills the same bucket. If its view is referenced from elsewhere, the bucket gets fresh
+memory; gradients of the old one are copied over as they come.
+
 Note [averaging again is harmless]: a second backward before the optimizer steps adds local gradients to averaged ones
 and averages the sum: mean(a + g_r) = a + mean(g_r), since `a` is the same on all ranks. So several backward passes per
 step, and a backward that ends in parts, are right without any bookkeeping.
@@ -24,6 +28,7 @@ step, and a backward that ends in parts, are right without any bookkeeping.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -75,6 +80,10 @@ class RingDDPSettings:
                 raise ConfigError(f"{name} is {getattr(self, name)}", where=f"ring.{name}", allowed="numbers above 0")
         if self.wire not in set(Wire):
             raise ConfigError(f"wire is {self.wire!r}", where="ring.wire", allowed=", ".join(Wire))
+
+
+_OWN_REFERENCES = 3
+"""Of a view that only this engine holds: the list of views, a local name, and `getrefcount`'s argument."""
 
 
 @dataclass
@@ -164,34 +173,37 @@ class RingDDP(DataTechnique):
             parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
             for index, parameter in enumerate(self._parameters)
         ]
+        self._in_window = [False] * len(self._parameters)
         self._reset()
 
     def _reset(self) -> None:
+        """Nothing has arrived and nothing has left; what is awaited is what requires a gradient now."""
         self._next = 0
         self._arrived = [False] * len(self._parameters)
+        self._awaited = [parameter.requires_grad for parameter in self._parameters]
         self._futures: list[Future[object]] = []
-        self._pending = self._callback_queued = False
+        self._pending = self._callback_queued = self._started = False
         for bucket in self._buckets:
-            bucket.missing = sum(self._parameters[slot.index].requires_grad for slot in bucket.layout.slots)
-            bucket.active = bucket.missing > 0
+            bucket.missing = sum(self._awaited[slot.index] for slot in bucket.layout.slots)
+            bucket.active = bucket.missing > 0 or any(self._in_window[slot.index] for slot in bucket.layout.slots)
 
     def _on_gradient(self, index: int, parameter: Tensor) -> None:
         """Runs when a gradient is complete: into its bucket, and off with that if it fills the next in line."""
         self._adopt(index)
         if not self._syncing:
             return
-        self._pending = True
+        self._pending = self._started = True
         if not self._callback_queued:  # a plain loss.backward() ends here; a strategy calls finish() itself as well
             self._callback_queued = True
             Variable._execution_engine.queue_callback(self.finish)
         number = self._slots[index][0]
-        if self._arrived[index]:
-            if number < self._next:
-                raise RuntimeError(
-                    f"the gradient of {self._trained_names[index]!r} grew after its bucket had left: it receives "
-                    "gradients in several nested backward passes (reentrant checkpointing of a shared module). Set "
-                    "overlap: false, or checkpoint with use_reentrant=False."
-                )
+        if number < self._next:
+            raise RuntimeError(
+                f"the gradient of {self._trained_names[index]!r} grew after its bucket had left. Either it receives "
+                "gradients in several nested backward passes (reentrant checkpointing of a shared module): set "
+                "overlap: false, or checkpoint with use_reentrant=False. Or its requires_grad changed during backward."
+            )
+        if self._arrived[index] or not self._awaited[index]:
             return
         self._arrived[index] = True
         self._buckets[number].missing -= 1
@@ -211,8 +223,18 @@ class RingDDP(DataTechnique):
                 do="build its embedding with sparse=False",
             )
         if gradient.data_ptr() != view.data_ptr():
+            if sys.getrefcount(view) > _OWN_REFERENCES:
+                view = self._renewed(index)
             view.copy_(gradient.detach())
         parameter.grad = view
+
+    def _renewed(self, index: int) -> Tensor:
+        """Fresh memory for a bucket of which somebody still holds a gradient: see Note [gradients that are kept]."""
+        bucket = self._buckets[self._slots[index][0]]
+        bucket.flat = torch.empty_like(bucket.flat)
+        for slot in bucket.layout.slots:
+            self._views[slot.index] = slot.view(bucket.flat)
+        return self._views[index]
 
     # -- sending ---------------------------------------------------------------------------------------------------
 
@@ -249,9 +271,10 @@ class RingDDP(DataTechnique):
         if self._comm.size == 1:
             return
         self._hook_new_parameters()
-        if not self._pending:
+        if not self._started:  # until a gradient arrives, what requires one may change
             self._reset()
             self._pending = self._syncing
+            self._note_window()
 
     @override
     def finish(self) -> None:
@@ -275,7 +298,13 @@ class RingDDP(DataTechnique):
             if flags is not None:
                 self._settle(flags)
         finally:
+            self._in_window = [False] * len(self._parameters)
             self._reset()
+
+    def _note_window(self) -> None:
+        """Remembers what requires a gradient: it is due at the window's end, even if it is frozen again by then."""
+        for index, parameter in enumerate(self._parameters):
+            self._in_window[index] = self._in_window[index] or parameter.requires_grad
 
     def _fill_gaps(self, bucket: _Bucket) -> None:
         """Zeros for gradients that did not come; gradients that came by another way than backward are taken in."""
@@ -319,6 +348,7 @@ class RingDDP(DataTechnique):
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Within it gradients pile up in the buckets and nothing is sent. Local."""
+        self._note_window()
         before, self._syncing = self._syncing, False
         try:
             yield

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Models and data to train with any strategy: they know no plugin, and no word of parallelism is in them."""
 
-from stratagem.models.callbacks import SampleText, TokensPerSecond
+from stratagem.models.callbacks import ProgressBar, SampleText, TokensPerSecond
 from stratagem.models.causal_lm import CausalLM
 from stratagem.models.gpt import GPT, GPTConfig
 from stratagem.models.hub import transformers_lm
@@ -16,6 +16,7 @@ __all__ = [
     "ImageClassifier",
     "ImageData",
     "OptimizerSettings",
+    "ProgressBar",
     "SampleText",
     "TextData",
     "TinyConvNet",

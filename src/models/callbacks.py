@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run shows of itself: tokens per second while it trains, and a sample of text at its end."""
+"""What a run shows of itself: a bar with loss and tokens per second while it trains, a sample of text at its end."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
 from torch import Tensor
 from typing_extensions import override
 
@@ -19,8 +20,32 @@ from stratagem.models.sampling import generate
 
 
 @final
+class ProgressBar(TQDMProgressBar):
+    """Lightning's bar in few words: on 80 columns loss and tokens per second are seen, and what is left is the bar.
+
+    Args:
+        refresh_rate: redraw after so many batches; 0 for no bar.
+    """
+
+    BAR_FORMAT = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}] {bar}"
+
+    def __init__(self, refresh_rate: int = 10) -> None:
+        super().__init__(refresh_rate=refresh_rate)
+
+    @override
+    def get_metrics(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> dict[str, Any]:
+        """What is shown beside the bar: of numbers above 1000 the whole part, and no number of the log's version."""
+        shown: dict[str, Any] = super().get_metrics(trainer, pl_module)
+        shown.pop("v_num", None)
+        return {
+            name: f"{value:.0f}" if isinstance(value, int | float) and 1000 <= abs(value) < 1e9 else value
+            for name, value in shown.items()
+        }
+
+
+@final
 class TokensPerSecond(pl.Callback):
-    """Logs `tokens_per_second` over all ranks, the mean of the last steps, to the progress bar.
+    """Logs `tokens_per_second` over all ranks, the mean of the last steps; the progress bar shows it as `tok/s`.
 
     Counted are the inputs in a batch, times the data ranks: ranks that read the same samples count once. Nothing is
     communicated.
@@ -54,7 +79,8 @@ class TokensPerSecond(pl.Callback):
         elapsed = self._ends[-1][0] - self._ends[0][0]
         if elapsed > 0:
             tokens = sum(count for _, count in list(self._ends)[1:])
-            pl_module.log("tokens_per_second", tokens / elapsed, prog_bar=True)
+            pl_module.log("tokens_per_second", tokens / elapsed)
+            pl_module.log("tok/s", tokens / elapsed, prog_bar=True, logger=False)
 
 
 @final

@@ -22,8 +22,8 @@ class CausalLM(pl.LightningModule):
     """Next-token prediction with a model of your choice.
 
     Batches are dictionaries with int64 `input_ids` and `labels`, both [B, T]; labels are already shifted, and -100
-    marks a place without one. Logged: `train_loss` each step, this rank's own; `val_loss` and `perplexity` after a
-    validation, over all ranks.
+    marks a place without one. Logged: `train_loss` each step, `val_loss` and `perplexity` after a validation; all of
+    them over all ranks, so that they do not depend on how many there are.
 
     Args:
         model: gives logits [B, T, V], or an object with such `.logits`, for `input_ids`. In a config: `class_path` and
@@ -56,7 +56,7 @@ class CausalLM(pl.LightningModule):
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """The loss of one batch."""
         loss = self.loss(batch)
-        self.log("train_loss", loss, prog_bar=True, batch_size=len(batch["input_ids"]))
+        self.log("train_loss", loss, prog_bar=True, sync_dist=True, batch_size=len(batch["input_ids"]))
         return loss
 
     @override
@@ -80,7 +80,7 @@ class CausalLM(pl.LightningModule):
         """Logs `perplexity`, e to the mean loss; the mean of the batches' own perplexities would be too high."""
         loss = self.trainer.callback_metrics.get("val_loss")
         if loss is not None:
-            self.log("perplexity", loss.exp(), prog_bar=True, rank_zero_only=False)
+            self.log("perplexity", loss.exp(), sync_dist=True)  # a mean of equal numbers; Lightning wants it said
 
     @override
     def configure_optimizers(self) -> OptimizerLRScheduler:

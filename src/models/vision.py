@@ -53,7 +53,7 @@ class TinyConvNet(nn.Sequential):
 class ImageClassifier(pl.LightningModule):
     """Trains any classifier on batches of (images [B, C, S, S], labels [B]).
 
-    Logged: `train_loss` each step, this rank's own; `val_loss` and `val_accuracy` over all ranks.
+    Logged: `train_loss` each step, `val_loss` and `val_accuracy` after a validation, all of them over all ranks.
 
     Args:
         model: images to logits [B, num_classes].
@@ -83,7 +83,7 @@ class ImageClassifier(pl.LightningModule):
         """Mean cross entropy of one batch."""
         images, labels = batch
         loss = F.cross_entropy(self(images), labels)
-        self.log("train_loss", loss, prog_bar=True, batch_size=len(images))
+        self.log("train_loss", loss, prog_bar=True, sync_dist=True, batch_size=len(images))
         return loss
 
     @override

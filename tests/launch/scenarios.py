@@ -33,6 +33,7 @@ from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch.utils.data import DataLoader
 
 from stratagem.errors import ConfigError, RankError
+from stratagem.models import GPT, CausalLM, GPTConfig, TextData
 from stratagem.strategy import launcher
 from tests.launch.kit import MARK, History, Model, fail, processes, trainer
 
@@ -204,6 +205,19 @@ def here() -> Any:
         return [run.global_step, run.current_epoch, model.seen]
 
 
+@scenario
+def losses() -> Any:
+    """The `train_loss` that `CausalLM` logs in its last of three steps, with one rank and with two."""
+    found = []
+    for devices in (1, 2):
+        torch.manual_seed(0)
+        module = CausalLM(GPT(GPTConfig(num_layers=1, hidden_size=16, num_heads=2, max_seq_len=16)))
+        run = trainer(devices=devices, max_epochs=None, max_steps=3, limit_train_batches=None, limit_val_batches=2)
+        run.fit(module, TextData(seq_len=16, global_batch=8, max_bytes=5000))
+        found.append(float(run.callback_metrics["train_loss"]))
+    return found
+
+
 class _Logging(Model):
     """Logs something else in each kind of run, and hyperparameters while it runs."""
 
@@ -213,6 +227,8 @@ class _Logging(Model):
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         self.log("trained", 1.0)
+        if self.current_epoch == 2:
+            self.log("in the run that fails", 1.0)
         return BoringModel.training_step(self, batch, batch_idx)
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:

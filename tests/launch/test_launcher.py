@@ -141,6 +141,11 @@ def test_no_metrics_are_lost_whatever_runs_follow_each_other(outcomes: dict[str,
     assert numbers == {"trained": 12, "validated": 5, "tested": 1, "from outside": 2}
 
 
+def test_the_training_loss_that_is_logged_does_not_depend_on_the_number_of_ranks(outcomes: dict[str, Any]) -> None:
+    alone, forked = outcomes["losses"]
+    assert forked == pytest.approx(alone, rel=1e-5)
+
+
 def test_a_list_that_a_callback_fills_is_filled_in_place(outcomes: dict[str, Any]) -> None:
     assert outcomes["comes_home"]["steps"] == list(range(1, 9))  # over both fits
 

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.callbacks import TQDMProgressBar
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from torch import Tensor, nn
 
 from stratagem.data import ByteTokenizer
 from stratagem.errors import ConfigError
-from stratagem.models import GPT, CausalLM, GPTConfig, SampleText, TextData, TokensPerSecond
+from stratagem.models import GPT, CausalLM, GPTConfig, ProgressBar, SampleText, TextData, TokensPerSecond
 from stratagem.models import callbacks as module_under_test
 from tests.models.test_causal_lm import trainer
 
@@ -33,7 +35,7 @@ def test_tokens_of_all_data_ranks_are_counted_over_the_last_steps(
     place = {"num_replicas": num_replicas, "rank": 0}
     run: Any = SimpleNamespace(strategy=SimpleNamespace(distributed_sampler_kwargs=place))
     logged: list[float] = []
-    module: Any = SimpleNamespace(log=lambda name, value, **_: logged.append(value))
+    module: Any = SimpleNamespace(log=lambda name, value, **_: logged.append(value) if name != "tok/s" else None)
     callback = TokensPerSecond(window=2)
 
     def step(length: int) -> None:
@@ -46,6 +48,27 @@ def test_tokens_of_all_data_ranks_are_counted_over_the_last_steps(
     step(5)
     tokens = [6 / 1, (6 + 12) / 3, (12 + 18) / 3, 10 / 2]
     assert logged == pytest.approx([num_replicas * value for value in tokens])
+
+
+def test_the_bar_shows_loss_and_speed_on_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The longest bar: numbers of the log are high, and a validation has added its loss."""
+    bar = ProgressBar(refresh_rate=1)
+    shown = {"v_num": 13, "train_loss": 3.96, "tok/s": 171234.5, "val_loss": 2.345}
+    monkeypatch.setattr(TQDMProgressBar, "get_metrics", lambda self, *_: dict(shown))
+    metrics = bar.get_metrics(None, None)  # type: ignore[arg-type]
+    assert metrics == {"train_loss": 3.96, "tok/s": "171234", "val_loss": 2.345}
+    line = Tqdm.format_meter(
+        n=130,
+        total=400,
+        elapsed=42,
+        ncols=80,
+        prefix="Epoch 0",
+        bar_format=ProgressBar.BAR_FORMAT,
+        postfix=", ".join(f"{key}={Tqdm.format_num(value)}" for key, value in metrics.items()),
+    )
+    assert len(line) <= 80
+    assert "train_loss=3.960" in line
+    assert "tok/s=171234" in line
 
 
 def test_the_sample_is_what_the_model_writes_after_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +94,9 @@ def test_both_work_in_a_fit(capsys: pytest.CaptureFixture[str]) -> None:
     module = CausalLM(GPT(GPTConfig(num_layers=1, hidden_size=16, num_heads=2, max_seq_len=16)))
     run = trainer(max_steps=3, limit_val_batches=0, callbacks=[TokensPerSecond(), SampleText(num_tokens=3)])
     run.fit(module, TextData(seq_len=16, global_batch=4, max_bytes=5000))
-    assert float(run.callback_metrics["tokens_per_second"]) > 0
+    assert float(run.logged_metrics["tokens_per_second"]) > 0
+    assert float(run.progress_bar_metrics["tok/s"]) == float(run.logged_metrics["tokens_per_second"])
+    assert "tok/s" not in run.logged_metrics
     assert "Sample:\ndef " in capsys.readouterr().out
     assert module.training
 

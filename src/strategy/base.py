@@ -269,7 +269,8 @@ class MeshStrategy(ParallelStrategy, ABC):
         assert module is not None
         if data is None or not module.automatic_optimization:
             return super().optimizer_step(optimizer, closure, model, **kwargs)
-        assert self._loaders is not None
+        loaders = self._loaders
+        assert loaders is not None
         searches = isinstance(optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer, LBFGS)
 
         def closure_that_meets() -> Any:
@@ -277,7 +278,7 @@ class MeshStrategy(ParallelStrategy, ABC):
             result = closure()
             data.finish()
             # An optimizer that searches along a line decides by the loss: all ranks must see the same one.
-            return self.reduce(result * self._loaders.weight()) if searches and isinstance(result, Tensor) else result
+            return self.reduce(result * loaders.weight()) if searches and isinstance(result, Tensor) else result
 
         return super().optimizer_step(optimizer, closure_that_meets, model, **kwargs)
 

@@ -133,7 +133,9 @@ def clip_by_norm(tensors: Iterable[Tensor], total_norm: Tensor, max_norm: float)
     The factor is `min(1, max_norm / (total_norm + 1e-6))`, as in `torch.nn.utils.clip_grad_norm_`, so that results
     stay comparable.
     """
-    found = list(tensors)
-    if found:
-        factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
-        torch._foreach_mul_(found, factor.to(found[0].device))
+    devices: dict[torch.device, list[Tensor]] = defaultdict(list)
+    for tensor in tensors:
+        devices[tensor.device].append(tensor)
+    factor = torch.clamp(max_norm / (total_norm + 1e-6), max=1.0)
+    for device, found in devices.items():
+        torch._foreach_mul_(found, factor.to(device))

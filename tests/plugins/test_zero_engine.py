@@ -357,6 +357,85 @@ def test_a_scaler_skips_on_all_ranks_when_one_owns_an_overflow(stage: str) -> No
     here.close()
 
 
+@pytest.mark.ranks(3)
+@on_all_stages
+def test_a_rank_that_owns_nothing_scales_as_the_others_do(stage: str) -> None:
+    """One matrix that is not cut: two of the three ranks have nothing for their scalers to look at."""
+    module = nn.Linear(5, 3, bias=False)
+    zero, here = start(stage, module, ZeroSettings(partition="parameter", persistence_threshold=0))
+    optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+    zero.attach([optimizer])
+    zero.agree_on_overflow = True
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)
+    scales = []
+    for step in range(4):
+        loss = module(rows(step, dist.get_rank()).float()).mean() * (float("inf") if step == 2 else 1.0)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        scales.append(scaler.get_scale())
+    assert scales == [4.0, 8.0, 4.0, 4.0]
+    state = zero.optimizer_state(optimizer)
+    if dist.get_rank() == 0:
+        assert state["state"][0]["exp_avg"].shape == (3, 5)
+        assert float(state["state"][0]["step"]) == 3.0
+    zero.close()
+    cases.assert_ranks_agree(list(module.parameters()))
+    here.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", ["zero_1", "zero_2"])
+@pytest.mark.parametrize("look", ["forward", "name", "list", "state_dict"])
+def test_late_parameters_are_there_when_anybody_looks(stage: str, look: str) -> None:
+    """The step returns while a slowed-down gather is still on its way; whoever looks gets the new values."""
+    module, reference = mlp(), mlp()
+    zero, here = start(stage, module, ZeroSettings(gather="forward"))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, reference)]
+    zero.attach(optimizers[:1])
+    gather = zero._lane.shard.all_gather
+
+    def slow_gather(*args: object, **kwargs: object) -> None:
+        time.sleep(0.2)
+        gather(*args, **kwargs)
+
+    zero._lane.shard.all_gather = slow_gather
+    module(rows(0, dist.get_rank())).mean().backward()
+    reference(rows(0)).mean().backward()
+    begin = time.monotonic()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert time.monotonic() - begin < 0.15
+    expected = reference(rows(1))
+    if look == "forward":
+        torch.testing.assert_close(module(rows(1)), expected, rtol=1e-12, atol=0)
+    elif look == "name":
+        torch.testing.assert_close(module[2].weight, reference[2].weight, rtol=1e-12, atol=1e-15)
+    elif look == "list":
+        for p, q in zip(module.parameters(), reference.parameters(), strict=True):
+            torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-15)
+    else:
+        for name, value in module.state_dict().items():
+            torch.testing.assert_close(value, reference.state_dict()[name], rtol=1e-12, atol=1e-15)
+    assert time.monotonic() - begin >= 0.2
+    zero.close()
+    assert all(type(m._parameters) is dict and not m._forward_pre_hooks for m in module.modules())
+    here.close()
+
+
+@pytest.mark.ranks(2)
+@on_all_stages
+def test_offloading_on_the_cpu_changes_nothing_and_says_so(stage: str) -> None:
+    module, zero, here = mlp(), STAGES[stage](ZeroSettings(offload="cpu")), cases.context()
+    with pytest.warns(UserWarning, match="offload: cpu changes nothing"):
+        zero.apply(module, here)
+    zero.attach([torch.optim.SGD(module.parameters(), lr=0.1)])
+    assert all(bucket.master is None for bucket in zero._buckets)
+    zero.close()
+    here.close()
+
+
 @pytest.mark.ranks(2)
 @on_all_stages
 def test_the_reduced_gradient_can_be_had_whole(stage: str) -> None:

@@ -17,6 +17,7 @@ SETTINGS = {
     "flat_tiny_buckets": ZeroSettings(bucket_mib=4e-4, first_bucket_mib=1e-4, persistence_threshold=0),
     "parameter": ZeroSettings(partition="parameter", bucket_mib=2e-3, persistence_threshold=60, prefetch=0),
     "no_overlap": ZeroSettings(overlap=False, bucket_mib=1e-3),
+    "late": ZeroSettings(gather="forward", bucket_mib=1e-3),
 }
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The stages under Lightning, beyond what the contract of every strategy asks: divided building, checkpoints across stages."""
+"""The stages under Lightning, beyond the contract of every strategy: divided building, checkpoints across stages."""
 
 from __future__ import annotations
 

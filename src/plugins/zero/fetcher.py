@@ -238,7 +238,7 @@ class Fetcher:
             self._make_room(unit)
         self._look_ahead(unit, phase)
 
-    @torch.inference_mode(mode=False)  # what is fetched there may still be in use when it has ended
+    @torch.inference_mode(mode=False)  # what is fetched there may be in use when it has ended
     def _start(self, unit: Unit) -> None:
         if unit.memory:
             return
@@ -264,9 +264,9 @@ class Fetcher:
             if "out of turn" not in str(error):
                 raise
             raise CommunicationError(
-                f"{error}. This rank fetches block {unit.block.name!r}. If control flow differs between ranks, keep the "
-                "modules concerned whole: raise zero.persistence_threshold above their number of elements, or train "
-                "with zero_2"
+                f"{error}. This rank fetches block {unit.block.name!r}. If control flow differs between ranks, "
+                "keep the modules concerned whole: raise zero.persistence_threshold above their number of elements, "
+                "or train with zero_2"
             ) from error
 
     @torch.inference_mode(mode=False)

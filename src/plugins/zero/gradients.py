@@ -69,7 +69,6 @@ class Gradients:
         self.on_finish: Callable[[], None] = lambda: None
         self._lane, self._settings, self._buffers, self._names = lane, settings, buffers, names
         self._pool = Pool() if transient else None
-        self.agree_on_overflow = False
         self.buckets: list[Bucket] = []
         self._handles: list[RemovableHandle] = []
         self._reduces, self._pending, self._callback_queued, self._next = True, False, False, 0
@@ -262,13 +261,11 @@ class Gradients:
             for future in self._futures:
                 future.result()
             self._settle(flags)
-            if self.agree_on_overflow:
-                self._share_overflow()
         finally:
             if self._pool is not None:
                 self._pool.clear()
             self._reset()
-            self.on_finish()
+        self.on_finish()
 
     def _check_promise(self, bucket: Bucket) -> None:
         if self._settings.unused_parameters == "none" and bucket.active:
@@ -299,26 +296,13 @@ class Gradients:
                 used, answers = answers[: len(used)], answers[len(used) :]
             bucket.used = [was or is_now for was, is_now in zip(bucket.used, used, strict=True)]
             for index, owned in enumerate(bucket.owned_parameters):
-                if owned is not None and used[index] and owned.grad is None and owned.numel():
+                if owned is not None and used[index] and owned.grad is None and bucket.pieces[index].numel:
                     assert bucket.owned is not None
                     owned.grad = bucket.part(index, bucket.owned)
         if any(answers):
             with torch.no_grad():
                 self._lane.submit(self._lane.data.broadcast_tensors, self._buffers.select(answers)).result()
             self._buffers.settle()
-
-    def _share_overflow(self) -> None:
-        """If any rank owns a gradient that is not finite, every rank gets one, so that all skip the step together."""
-        device = self._lane.data.device
-        owned = [o for b in self.buckets for o in b.owned_parameters if o is not None and o.grad is not None]
-        largest = torch.zeros(1, device=device)
-        for each in owned:
-            assert each.grad is not None
-            largest = torch.maximum(largest, each.grad.abs().amax().to(device, torch.float32))
-        self._lane.submit(self._lane.data.reduce_small, largest, "max").result()
-        if owned and not bool(largest.isfinite()):
-            assert owned[0].grad is not None
-            owned[0].grad.view(-1)[0] = float("inf")
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -7,15 +7,17 @@ code that walks through them go on working; `step` and `zero_grad` stay the user
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, final
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from stratagem.collectives import Communicator
 from stratagem.errors import ConfigError
 from stratagem.plugins.zero.bucket import Bucket, OwnedParameter
 from stratagem.technique import unique
@@ -96,6 +98,13 @@ class OwnedOptimizer:
                     yield number, parameter, *self.places[id(parameter)]
                 number += 1
 
+    def stand_in(self) -> Tensor:
+        """A gradient of one element for an optimizer that owns none on this rank: scalers want something to look at."""
+        owned = next(owned for _, owned, bucket, index in self.owned() if not bucket.pieces[index].numel)
+        owned.data = owned.new_zeros(1)
+        owned.grad = owned.new_zeros(1)
+        return owned.grad
+
     def restore(self) -> None:
         """Gives the groups the module's parameters and the optimizer its own `zero_grad` back; drops the state."""
         self._handle.remove()
@@ -104,6 +113,27 @@ class OwnedOptimizer:
             group["params"][:] = [p.whole if isinstance(p, OwnedParameter) else p for p in group["params"]]
         self.optimizer.state.clear()
         self.places.clear()
+
+
+@torch.no_grad()
+def share_overflow(optimizers: Sequence[OwnedOptimizer], comm: Communicator) -> None:
+    """If any rank owns a gradient of an optimizer that is not finite, every rank gets one.
+
+    So a loss scaler, which looks at this rank's gradients only, skips the step and lowers its scale on all ranks alike.
+    Every rank of the axis calls it, after the gradients are reduced; it sends one number per optimizer.
+    """
+    largest = torch.full((len(optimizers),), -1.0, device=comm.device)  # below 0: nobody has a gradient
+    gradients = [[owned.grad for _, owned, *_ in each.owned() if owned.grad is not None] for each in optimizers]
+    for number, found in enumerate(gradients):
+        for gradient in found:
+            largest[number] = torch.maximum(largest[number], gradient.abs().amax().to(comm.device, torch.float32))
+    comm.reduce_small(largest, "max")
+    for each, found, value in zip(optimizers, gradients, largest.tolist(), strict=True):
+        if value < 0:
+            continue
+        stand_in = found[0] if found else each.stand_in()
+        if not math.isfinite(value):
+            stand_in.view(-1)[0] = float("inf")
 
 
 @torch.no_grad()

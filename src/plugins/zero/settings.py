@@ -35,6 +35,9 @@ class ZeroSettings:
             of the largest magnitude of a block of 256 per hop.
         parameter_wire: how parameters travel. A narrow one rounds what every rank computes with, while owners keep
             the exact values and step those (as ZeRO++ does for weights): 4 more bytes per owned parameter.
+        gather: when stages 1 and 2 wait for the parameters that others have stepped. `step`: before the optimizer's
+            step returns. `forward`: when a module's forward, or anybody else, looks at them, so that they travel while
+            the next forward runs; do not read parameters that you keep in variables of your own in between.
         offload: `cpu` keeps masters and optimizer state in pinned host memory when the model is on CUDA; without effect
             on a model that is on the CPU already.
         persistence_threshold: stage 3 keeps modules with at most this many elements whole on every rank.
@@ -53,6 +56,7 @@ class ZeroSettings:
     overlap: bool = True
     gradient_wire: Wire = Wire.FULL
     parameter_wire: Wire = Wire.FULL
+    gather: Literal["step", "forward"] = "step"
     offload: Literal["none", "cpu"] = "none"
     persistence_threshold: int = 1024
     prefetch: int = 1

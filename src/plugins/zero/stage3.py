@@ -77,7 +77,6 @@ class Zero3(Zero):
         in_launch_order = sorted(self._buckets, key=lambda bucket: -self._first_index[id(bucket.parameters[-1])])
         self._gradients.adopt(in_launch_order)
         self._gradients.on_arrival = self._fetcher.on_gradient
-        self._gradients.on_finish = self._fetcher.free_all
         self._place_by_id = {id(p): (b, i) for b in self._buckets for i, p in enumerate(b.parameters)}
         for unit in units:
             self._state_placements(unit)
@@ -133,6 +132,11 @@ class Zero3(Zero):
                 placements[name] = replace(placements[name], flat=(piece.start, piece.stop), shard_axes=axes)
 
     # -- one step --------------------------------------------------------------------------------------------------
+
+    @override
+    def _on_finish(self) -> None:
+        self._fetcher.free_all()
+        super()._on_finish()
 
     @override
     def _after_step(self, optimizer: OwnedOptimizer) -> None:

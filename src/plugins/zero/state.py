@@ -104,6 +104,21 @@ def gather_parameter(
 
 
 @torch.no_grad()
+def gather_gradient(bucket: Bucket, index: int, comm: Communicator) -> Tensor | None:
+    """A parameter's reduced gradient, whole, on every rank of the axis; None where no rank has one.
+
+    Every rank of the axis calls it. It sends the gradient once around the ring, and one number.
+    """
+    owned = bucket.owned_parameters[index]
+    gradient = owned.grad if owned is not None else None
+    has = torch.tensor([int(gradient is not None)], device=comm.device)
+    comm.reduce_small(has, "max")
+    if not int(has):
+        return None
+    return gather_parameter(bucket, index, comm, local=gradient, dtype=bucket.state_dtype)
+
+
+@torch.no_grad()
 def load_state(owned_optimizer: OwnedOptimizer, state: Mapping[str, Any]) -> None:
     """The inverse of `gather_state`; every rank holds the whole state. Local.
 
@@ -124,11 +139,11 @@ def load_state(owned_optimizer: OwnedOptimizer, state: Mapping[str, Any]) -> Non
     for number, owned, bucket, index in owned_optimizer.owned():
         entries = dict(state["state"].get(numbers[number], {}))
         master = entries.pop(MASTER, None)
-        if bucket.has_master and owned.numel():
+        if bucket.has_master and bucket.pieces[index].numel:
             bucket.refresh_piece(index)
             if master is not None:
                 owned.copy_(part_of_state({MASTER: master}, bucket, index)[MASTER].view_as(owned))
-        if entries and owned.numel():
+        if entries and bucket.pieces[index].numel:
             parts[number] = part_of_state(entries, bucket, index)
     groups = [
         {**saved, "params": group["params"]}

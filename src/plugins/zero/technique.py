@@ -22,6 +22,7 @@ an optimizer has a bucket, which costs nothing before it is unfrozen. One that i
 
 from __future__ import annotations
 
+import warnings
 from abc import ABC
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -40,12 +41,13 @@ from stratagem.placement import Placement
 from stratagem.plugins.zero.bucket import Bucket, OwnedParameter
 from stratagem.plugins.zero.gradients import Gradients
 from stratagem.plugins.zero.lane import SHARD_AXES, Lane
-from stratagem.plugins.zero.optimizer import OwnedOptimizer
+from stratagem.plugins.zero.late import LateGather
+from stratagem.plugins.zero.optimizer import OwnedOptimizer, share_overflow
 from stratagem.plugins.zero.partition import cut, pack_by_key
 from stratagem.plugins.zero.predictions import held_bytes, parameter_wire, wire_bytes
 from stratagem.plugins.zero.separable import check_separable
 from stratagem.plugins.zero.settings import ZeroSettings
-from stratagem.plugins.zero.state import gather_parameter, gather_state, load_state
+from stratagem.plugins.zero.state import gather_gradient, gather_state, load_state
 from stratagem.technique import ChangedBuffers, Context, DataTechnique, check_same_structure, state_placements, unique
 
 
@@ -62,9 +64,11 @@ class Zero(DataTechnique, ABC):
 
     def __init__(self, settings: ZeroSettings = ZeroSettings()) -> None:
         self.settings = settings
+        self.agree_on_overflow = False  # tell each other of infinities, so that a loss scaler skips on all ranks
         self._optimizers: list[OwnedOptimizer] = []
         self._buckets: list[Bucket] = []
         self._lanes: list[Lane] = []
+        self._late: LateGather | None = None
         self._reduced, self._window = 0, 1
         """Reductions until the last optimizer step, and between the last two."""
 
@@ -97,6 +101,9 @@ class Zero(DataTechnique, ABC):
             buffers=ChangedBuffers(module),
             names=self.names,
         )
+        self._gradients.on_finish = self._on_finish
+        if self.settings.offload == "cpu" and context.device.type == "cpu":
+            warnings.warn("zero.offload: cpu changes nothing, since the model is on the CPU already", stacklevel=2)
 
     @torch.no_grad()
     def _equalise(self, module: nn.Module) -> None:
@@ -114,6 +121,13 @@ class Zero(DataTechnique, ABC):
                 check_separable(optimizer, self.settings.partition)
         self._optimizers = [OwnedOptimizer(o, on_step=self._after_step, on_clear=self._after_clear) for o in optimizers]
         self._take_over()
+        if self.settings.gather == "forward" and self.stage < 3 and self._lane.shard.size > 1:
+            self._late = LateGather(self._module)
+
+    def _settle(self) -> None:
+        """Waits for parameters that are still on their way."""
+        if self._late is not None:
+            self._late.wait()
 
     def _take_over(self) -> None:
         """Takes over every parameter that is in an optimizer and was not before; nothing happens if there is none."""
@@ -180,15 +194,6 @@ class Zero(DataTechnique, ABC):
 
     # -- one step --------------------------------------------------------------------------------------------------
 
-    @property
-    def agree_on_overflow(self) -> bool:
-        """Whether ranks tell each other of gradients that are not finite, so that a loss scaler skips on all."""
-        return self._gradients.agree_on_overflow
-
-    @agree_on_overflow.setter
-    def agree_on_overflow(self, agree: bool) -> None:
-        self._gradients.agree_on_overflow = agree
-
     @override
     def begin(self) -> None:
         """A backward is about to run (or ought to). Local, unless parameters were added to an optimizer.
@@ -196,6 +201,7 @@ class Zero(DataTechnique, ABC):
         Raises:
             ConfigError: a parameter was replaced, moved or added since the run was set up.
         """
+        self._settle()
         self._take_over()
         self._check_unchanged()
         self._gradients.begin()
@@ -203,9 +209,9 @@ class Zero(DataTechnique, ABC):
     def _check_unchanged(self) -> None:
         for bucket in self._buckets:
             if not bucket.unchanged():
-                moved = [self.names.get(id(p), "?") for p in bucket.parameters]
+                names = ", ".join(self.names.get(id(p), "?") for p in bucket.parameters[:5])
                 raise ConfigError(
-                    f"the memory of one of {', '.join(moved[:5])} was exchanged after the run was set up",
+                    f"the memory of one of {names} was exchanged after the run was set up",
                     where="the module",
                     do="change parameters in place (`with torch.no_grad(): p.copy_(...)`), on every rank alike",
                 )
@@ -229,13 +235,19 @@ class Zero(DataTechnique, ABC):
         with self._gradients.no_sync():
             yield
 
+    def _on_finish(self) -> None:
+        """The gradients of a backward are reduced."""
+        if self.agree_on_overflow and self._lane.data.size > 1:
+            self._lane.submit(share_overflow, self._optimizers, self._lane.data).result()
+
     @torch.no_grad()
     def _after_step(self, optimizer: OwnedOptimizer) -> None:
         """Sends every rank the slices that the others have stepped. Collective over the shard axes."""
-        done, self._reduced = self._reduced, self._gradients.num_reductions
-        self._window = max(self._reduced - done, 1)
+        self._settle()
+        self._window = max(self._gradients.num_reductions - self._reduced, 1)
+        self._reduced = self._gradients.num_reductions
         used = {id(bucket) for bucket, index in optimizer.places.values() if bucket.used[index]}
-        stepped = [bucket for bucket in optimizer.buckets if id(bucket) in used]
+        stepped = [bucket for bucket in optimizer.buckets[::-1] if id(bucket) in used]  # first needed, first gathered
         futures = []
         for bucket in stepped:
             bucket.publish()
@@ -248,8 +260,11 @@ class Zero(DataTechnique, ABC):
                         wire=parameter_wire(bucket, self.settings),
                     )
                 )
-        for future in futures:
-            future.result()
+        if self._late is not None:
+            self._late.add([bucket for bucket in stepped if bucket.values is not None], futures)
+        else:
+            for future in futures:
+                future.result()
         changed = [parameter for bucket in stepped for parameter in bucket.parameters]
         torch.autograd.graph.increment_version(changed)
 
@@ -293,17 +308,9 @@ class Zero(DataTechnique, ABC):
         Collective over the shard axes; sends the gradient once around.
         """
         for bucket in self._buckets:
-            for index, (mine, owned) in enumerate(zip(bucket.parameters, bucket.owned_parameters, strict=True)):
-                if mine is parameter and owned is not None:
-                    shard = self._lane.shard
-                    has = torch.tensor([int(owned.grad is not None)], device=shard.device)
-                    self._lane.submit(shard.reduce_small, has, "max").result()
-                    if not int(has):
-                        return None
-                    dtype = bucket.state_dtype
-                    return self._lane.submit(
-                        gather_parameter, bucket, index, shard, local=owned.grad, dtype=dtype
-                    ).result()
+            for index, mine in enumerate(bucket.parameters):
+                if mine is parameter:
+                    return self._lane.submit(gather_gradient, bucket, index, self._lane.shard).result()
         return None
 
     # -- state -----------------------------------------------------------------------------------------------------
@@ -330,6 +337,7 @@ class Zero(DataTechnique, ABC):
 
     @override
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
+        self._settle()
         super().load_module_state(module, state, strict=strict)
         for bucket in self._buckets:
             bucket.refresh()
@@ -374,10 +382,14 @@ class Zero(DataTechnique, ABC):
         self._end()
 
     def _restore_module(self) -> None:
-        """Makes the parameters whole; they are in these stages."""
+        """Makes the parameters whole and final."""
+        self._settle()
 
     def _end(self) -> None:
         self._gradients.close()
+        if self._late is not None:
+            self._late.close()
+            self._late = None
         for optimizer in self._optimizers:
             optimizer.restore()
         for bucket in self._buckets:

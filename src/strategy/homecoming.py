@@ -2,6 +2,7 @@
 """What rank 0 brings home: after a run in forked ranks, the caller's objects look as if the run had been here.
 
     weights       the module's whole state dict, as the strategy would save it, if it was trained
+    parts         modules, parameters and buffers that came into being there (`new_parts`)
     progress      of all loops, so that `global_step` is right and a second `fit` goes on where the first ended
     metrics       `callback_metrics`, `logged_metrics`, `progress_bar_metrics`
     attributes    of the module and of each callback, where they have changed and pickle: `best_model_path`, a list
@@ -24,6 +25,7 @@ import contextlib
 import csv
 import hashlib
 import io
+import logging
 import pickle
 from collections.abc import Iterator
 from typing import IO, Any, final
@@ -37,6 +39,10 @@ from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
 from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor
 from typing_extensions import override
+
+from stratagem.strategy.new_parts import NewParts, place
+
+log = logging.getLogger(__name__)
 
 LARGEST_ATTRIBUTE = 16 * 2**20
 """Bytes of the pickle of the largest attribute that comes home."""
@@ -65,6 +71,7 @@ class Homecoming:
     def watch(self, *, collects: bool) -> None:
         """Begin in a rank, before the work; every rank calls it, and one of them collects."""
         strategy, teardown = self._trainer.strategy, self._trainer.strategy.teardown
+        self._parts = NewParts(self._trainer.lightning_module)
         if collects:
             self._before = {key: _digest(data) for key, data in self._attributes()}
 
@@ -82,6 +89,7 @@ class Homecoming:
         connector = trainer._logger_connector
         _ = trainer.callback_metrics, trainer.logged_metrics, trainer.progress_bar_metrics  # brings them up to date
         parcel = {
+            "parts": self._parts.pickled() if self._weights is not None else {},
             "weights": self._weights,
             "state": trainer.state,
             "should_stop": trainer.should_stop,
@@ -99,9 +107,15 @@ class Homecoming:
         parcel = torch.load(self._file, map_location="cpu", weights_only=False)  # written by our own child
         trainer = self._trainer
         module = trainer.lightning_module
+        lost = place(module, parcel["parts"])
         if parcel["weights"] is not None:
-            # Not strict: modules that `configure_model` builds exist in the ranks alone.
-            module.load_state_dict(parcel["weights"], strict=False)
+            lost += module.load_state_dict(parcel["weights"], strict=False).unexpected_keys
+        if lost:
+            log.warning(
+                "%s came into being during the run and cannot be brought back from the ranks: what follows in this "
+                "process does without. Give `ckpt_path` to `test` or `predict`, or build it in `__init__`.",
+                ", ".join(lost),
+            )
         trainer.state, trainer.should_stop = parcel["state"], parcel["should_stop"]
         for name, state in parcel["progress"].items():
             _continue(getattr(trainer, name), state)

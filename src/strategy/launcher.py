@@ -24,6 +24,7 @@ import contextlib
 import functools
 import logging
 import os
+import random
 import socket
 import sys
 import tempfile
@@ -31,6 +32,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import IO, Any, Literal, final
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -46,6 +48,7 @@ from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import SIGTERMException, _TunerExitException
 from torch import nn
 from torch._C._distributed_c10d import TCPStore
+from torch.nn.parameter import is_lazy
 from typing_extensions import override
 
 from stratagem.errors import ConfigError, RankError, UserError
@@ -205,6 +208,7 @@ class WarmLauncher(_Launcher):
             return
         assert trainer is not None
         _own_memory(trainer.lightning_module)
+        _own_randomness(rank.number)
         home.watch(collects=rank.number == 0)
         _agree_on_sigterm(trainer)
         results = _call_and_handle_interrupt(trainer, functools.partial(_told, work, rank))
@@ -238,12 +242,21 @@ def _become_rank(number: int, num_ranks: int, port: int, num_threads: int) -> No
     rank_zero_only.rank = number  # type: ignore[attr-defined]
 
 
+def _own_randomness(number: int) -> None:
+    """Ranks inherit one random state; unless the user has seeded it, each gets its own, as fresh processes have."""
+    if "PL_GLOBAL_SEED" not in os.environ and number > 0:
+        seed = (torch.initial_seed() + number) % 2**32
+        torch.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed)  # the state that users' data pipelines draw from
+
+
 def _own_memory(module: LightningModule) -> None:
     """Tensors in shared memory would be one and the same on all ranks; give this rank its own."""
     parts: list[nn.Module] = list(module.modules())
     for part in parts:
         for tensor in [*part.parameters(recurse=False), *part.buffers(recurse=False)]:
-            if tensor.is_shared():
+            if not is_lazy(tensor) and tensor.is_shared():
                 tensor.data = tensor.data.clone()
 
 

@@ -205,6 +205,44 @@ def here() -> Any:
         return [run.global_step, run.current_epoch, model.seen]
 
 
+class _Late(BoringModel):
+    """Builds its layer only when the run is set up, and a part that does not pickle while it runs."""
+
+    def __init__(self, stubborn: bool = False) -> None:
+        super().__init__()
+        self.layer, self.stubborn = None, stubborn  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        if self.layer is None:
+            self.layer = torch.nn.Linear(32, 2)
+
+    def on_train_start(self) -> None:
+        self.noise = [float(each) for each in self.all_gather(torch.rand(1))]
+        if self.stubborn:
+            self.layer.lock = threading.Lock()  # type: ignore[assignment]
+
+
+@scenario
+def built_in_the_run() -> Any:
+    """After `fit` of a module that `configure_model` builds, here and in ranks: its weights, and what is warned of."""
+    alone, forked, stubborn = _Late(), _Late(), _Late(stubborn=True)
+    data = DataLoader(RandomDataset(32, 8), batch_size=8)
+    trainer(devices=1).fit(alone, data)
+    trainer().fit(forked, data)
+    logged: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: logged.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("stratagem").addHandler(handler)
+    trainer().fit(stubborn, data)
+    logging.getLogger("stratagem").removeHandler(handler)
+    return {
+        "home": forked.layer is not None and list(forked.layer.weight.shape) == list(alone.layer.weight.shape),
+        "stubborn": stubborn.layer is None,
+        "logged": logged,
+        "noise": forked.noise,
+    }
+
+
 @scenario
 def losses() -> Any:
     """The `train_loss` that `CausalLM` logs in its last of three steps, with one rank and with two."""

@@ -146,6 +146,19 @@ def test_the_training_loss_that_is_logged_does_not_depend_on_the_number_of_ranks
     assert forked == pytest.approx(alone, rel=1e-5)
 
 
+def test_what_the_run_has_built_comes_home_or_is_named(outcomes: dict[str, Any]) -> None:
+    """A module of `configure_model` stayed in the ranks, and a test after `fit` ran on a fresh one."""
+    built = outcomes["built_in_the_run"]
+    assert built["home"]
+    assert built["stubborn"]
+    assert any("layer" in line and "cannot be brought back" in line for line in built["logged"])
+
+
+def test_unseeded_ranks_draw_their_own_random_numbers(outcomes: dict[str, Any]) -> None:
+    noise = outcomes["built_in_the_run"]["noise"]
+    assert len(set(noise)) == 2
+
+
 def test_a_list_that_a_callback_fills_is_filled_in_place(outcomes: dict[str, Any]) -> None:
     assert outcomes["comes_home"]["steps"] == list(range(1, 9))  # over both fits
 

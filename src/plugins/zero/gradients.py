@@ -223,7 +223,7 @@ class Gradients:
 
     def _reduce(self, bucket: Bucket, flat: Tensor, owned: Tensor, kept: Tensor | None, adds: bool) -> None:
         """In the thread: my slice of the mean, to where the optimizer finds it."""
-        wire = self._settings.gradient_wire
+        wire = Wire(self._settings.gradient_wire)
         mine = self._lane.shard.reduce_scatter(flat, bounds=bucket.cut.bounds, op=Op.MEAN, wire=wire)
         if self._lane.replicate.size > 1:
             self._lane.replicate.all_reduce(mine, op=Op.MEAN, wire=wire)

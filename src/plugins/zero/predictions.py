@@ -16,7 +16,7 @@ from stratagem.plugins.zero.settings import ZeroSettings
 
 def parameter_wire(bucket: Bucket, settings: ZeroSettings) -> Wire:
     """How the parameters of a bucket travel: only floats can travel narrow."""
-    return settings.parameter_wire if bucket.cut.layout.dtype.is_floating_point else Wire.FULL
+    return Wire(settings.parameter_wire) if bucket.cut.layout.dtype.is_floating_point else Wire.FULL
 
 
 def wire_bytes(
@@ -38,7 +38,7 @@ def wire_bytes(
             if bucket.values is None:  # elsewhere: fetched like any other
                 shard += num_gathers * bucket.cut.layout.num_bytes
             continue
-        reduced = wire_format(dtype, op=Op.MEAN, wire=settings.gradient_wire, n=n)
+        reduced = wire_format(dtype, op=Op.MEAN, wire=Wire(settings.gradient_wire), n=n)
         gathered = wire_format(dtype, op=None, wire=parameter_wire(bucket, settings), n=n)
         shard += num_reductions * reduced.num_bytes(bucket.numel) + num_gathers * gathered.num_bytes(bucket.numel)
         replicate += num_reductions * reduced.num_bytes(bucket.span[1] - bucket.span[0])

@@ -6,7 +6,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from stratagem.collectives import Wire
 from stratagem.errors import ConfigError
 
 
@@ -54,8 +53,8 @@ class ZeroSettings:
     unused_parameters: Literal["detect", "none"] = "detect"
     broadcast_buffers: bool = True
     overlap: bool = True
-    gradient_wire: Wire = Wire.FULL
-    parameter_wire: Wire = Wire.FULL
+    gradient_wire: Literal["full", "bf16", "int8"] = "full"
+    parameter_wire: Literal["full", "bf16", "int8"] = "full"
     gather: Literal["step", "forward"] = "step"
     offload: Literal["none", "cpu"] = "none"
     persistence_threshold: int = 1024

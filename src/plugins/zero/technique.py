@@ -166,7 +166,7 @@ class Zero(DataTechnique, ABC):
             cap, first = max(cap // 2, 1), max(first // 2, 1)
         layouts = pack_by_key(parameters, keys, cap_bytes=cap, first_cap_bytes=first)
         shard = self._lane.shard
-        rounds = self.settings.parameter_wire is not Wire.FULL
+        rounds = Wire(self.settings.parameter_wire) is not Wire.FULL
         device = torch.device("cpu") if self.settings.offload == "cpu" else None
         buckets = [
             Bucket(

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -77,6 +79,23 @@ def test_every_run_under_every_strategy_is_without_error(run: str, name: str) ->
     needs_extra(run)
     form, meaning = config.check(config.read(words(run, name)), "fit")
     assert [*form, *meaning] == []
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_every_option_of_a_strategy_can_be_given(name: str) -> None:
+    """Each by its own default, all on one command line, to the check and to the parser of the run."""
+    options = []
+    for parameter in inspect.signature(strategies()[name].load()).parameters.values():
+        if dataclasses.is_dataclass(parameter.default):
+            for field in dataclasses.fields(parameter.default):
+                value = getattr(parameter.default, field.name)
+                word = "null" if value is None else str(value).lower()
+                options.append(f"--trainer.strategy.{parameter.name}.{field.name}={word}")
+    assert options
+    given = [*words("gpt_tiny"), f"--trainer.strategy={name}", *options]
+    form, meaning = config.check(config.read(given), "fit")
+    assert [*form, *meaning] == []
+    assert type(RunCLI(["fit", *given]).trainer.strategy) is strategies()[name].load()
 
 
 @pytest.mark.parametrize("run", RUNS)

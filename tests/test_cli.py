@@ -3,26 +3,36 @@
 
 from __future__ import annotations
 
+import enum
 import json
+import logging
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 import yaml
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter, ModelCheckpoint
+from lightning.pytorch.callbacks.progress.tqdm_progress import Tqdm
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.strategies import StrategyRegistry
+from lightning.pytorch.utilities._pytree import _tree_flatten
+from rich.console import Console
 
 import stratagem
 from stratagem.cli import main, verbs
 from stratagem.cli._availability import first_line_unimported
+from stratagem.cli._quiet import LOG_LINES, quiet
 from stratagem.cli._run import RunCLI
+from stratagem.cli.explain import _options
+from stratagem.collectives import Wire
 from stratagem.registry import Entry, strategies
 
 from .fake_plugins import install
@@ -89,7 +99,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         (["fitt"], "stratagem: 'fitt' is no verb (did you mean fit?). Allowed: fit, validate, test, predict, explain"),
         (["--config", "x.yaml", "fit"], "stratagem: the verb comes before --config"),
         (["explain", "ring_dpp"], "stratagem explain: no strategy is called 'ring_dpp' (did you mean ring_ddp?)"),
-        (["fit", "--config", "nowhere.yaml"], "stratagem fit: 2 errors in the configuration:"),
+        (["fit", "--config", "nowhere.yaml"], "stratagem fit: nowhere.yaml: there is no such file"),
         (
             ["validate", "--trainer.strategy", "ring_dpp", "--model", BORING],
             "stratagem validate: trainer.strategy (command",
@@ -321,6 +331,16 @@ class TestStrategies:
             assert name in text
         assert "runs here" in text
 
+    def test_a_narrow_terminal_gets_a_list_without_a_broken_name(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("stratagem.cli.strategies.Console", lambda **_: Console(width=80, force_terminal=True))
+        assert main(["strategies"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        first_words = {line.replace("*", " ").split()[0] for line in lines if line.strip() and line[3:4].strip()}
+        assert first_words >= {*StrategyRegistry, *strategies()}
+        assert max(map(len, lines[:-1])) <= 80
+
     def test_a_docstring_is_followed_through_a_package(self) -> None:
         entry = strategies()["ring_ddp"]
         assert first_line_unimported(entry).startswith("Replicas of the whole model")
@@ -340,8 +360,8 @@ class TestExplain:
             "Replicas of the whole model",
             "2 (N-1)/N",
             "  ring: buckets, wire format",
-            "    ring.wire: Literal['full', 'bf16', 'int8'] = 'full'\n      what travels",
-            "    run.backend: str | None = None",
+            "    ring.wire: full | bf16 | int8 = full\n      what travels",
+            "    run.backend: str | null = null",
             "Config: --config configs/strategy/ring_ddp.yaml\n  trainer:\n    strategy: ring_ddp",
         ]:
             assert expected in text, f"{expected!r} is not in\n{text}"
@@ -353,6 +373,117 @@ class TestExplain:
         assert "lightning.pytorch.strategies.DDPStrategy" in text
         assert "{'start_method': 'spawn'}" in text
         assert "strategy: ddp_spawn" in text
+
+
+class _Choice(enum.Enum):
+    SLOW = 1
+    FAST = 2
+
+
+def test_types_and_defaults_are_shown_as_a_config_writes_them() -> None:
+    def build(
+        choice: _Choice = _Choice.FAST,
+        word: Literal["a", "b"] | None = None,
+        flag: bool = True,
+        wire: Wire = Wire.BF16,
+        text: str = "",
+    ) -> None:
+        pass
+
+    assert list(_options(build)) == [
+        "choice: SLOW | FAST = FAST",
+        "word: a | b | null = null",
+        "flag: bool = true",
+        "wire: full | bf16 | int8 = bf16",
+        "text: str = ''",
+    ]
+
+
+def test_explain_and_the_check_show_the_same_names(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "nosuch"]) == 2
+    explained = capsys.readouterr().err.partition("Allowed: ")[2]
+    assert main(["fit", "--config", run_file(here), "--trainer.strategy", "nosuch"]) == 2
+    checked = capsys.readouterr().err.partition("Allowed: ")[2]
+    assert checked == f"auto, {explained}"
+    assert "find_unused" not in checked
+
+
+def test_a_refusal_of_lightning_is_told_in_its_own_words(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["fit", "--config", run_file(here, barebones=True, profiler="simple")]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("stratagem fit: the run cannot be built: ")
+    assert "Exception" not in error
+    assert "ValueError" in error or "barebones" in error
+    assert "To mend it" not in error
+
+
+@pytest.mark.parametrize("writes", [False, True])
+def test_predict_says_what_became_of_the_predictions(
+    writes: bool, here: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    callbacks = [{"class_path": f"{__name__}.Writer", "init_args": {"write_interval": "epoch"}}] if writes else []
+    assert main(["predict", "--config", run_file(here, limit_predict_batches=3, callbacks=callbacks)]) == 0
+    fate = "kept by Writer" if writes else "not kept: a BasePredictionWriter callback writes them"
+    assert capsys.readouterr().out.endswith(f"Predicted 3 batches; the predictions were {fate}.\n")
+
+
+class Writer(BasePredictionWriter):
+    """A user's own, which need not write anything here."""
+
+    def write_on_epoch_end(self, *_: Any) -> None:
+        pass
+
+
+class TestQuiet:
+    """Noise is left out while a run lasts, and nothing else is."""
+
+    def test_log_lines(self) -> None:
+        logger = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+        seen: list[str] = []
+        handler = logging.Handler()
+        handler.emit = lambda record: seen.append(record.getMessage())  # type: ignore[method-assign]
+        parent = logging.getLogger("lightning.pytorch")
+        parent.addHandler(handler)
+        told = ["GPU available: True (cuda), used: False", "`Trainer.fit` stopped: `max_steps=1` reached."]
+        noise = [f"{line} and so on" for line in LOG_LINES]
+        try:
+            with quiet():
+                for text in (*noise, *told):
+                    logger.info(text)
+            assert seen == told
+            logger.info(noise[0])
+            assert seen[2:] == noise[:1]
+        finally:
+            parent.removeHandler(handler)
+
+    def test_warnings(self) -> None:
+        checkpoint, module = ModelCheckpoint(dirpath="here"), "something else"
+        state = {**checkpoint.state_dict(), "dirpath": "there"}
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with quiet():
+                checkpoint.load_state_dict(state)
+                _tree_flatten([torch.zeros(1)])
+                warnings.warn(module, stacklevel=1)
+            assert [str(warning.message) for warning in caught] == ["something else"]
+            checkpoint.load_state_dict(state)
+            assert len(caught) == 2, "the message is as the pattern says"
+
+    def test_a_message_begins_on_a_line_of_its_own_beside_a_bar(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        parent = logging.getLogger("lightning.pytorch")
+        handler = logging.StreamHandler(sys.stderr)
+        parent.addHandler(handler)
+        try:
+            with quiet(), Tqdm(total=3, file=sys.stderr, ncols=80) as bar:
+                bar.update()
+                bar.refresh()
+                parent.warning("a message")
+            assert handler.stream is sys.stderr
+        finally:
+            parent.removeHandler(handler)
+        assert "\ra message\n" in capsys.readouterr().err
 
 
 def test_the_real_command_reports_and_leaves_nothing_behind(tmp_path: Path) -> None:

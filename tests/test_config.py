@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ data: {{class_path: stratagem.models.Txt}}
 """
     found = errors(tmp_path, text, "--trainer.fast_dev_run=perhaps", "--config", str(tmp_path / "none.yaml"))
     for expected in [
-        "none.yaml: there is no such file. Allowed: run.yaml",
+        "none.yaml: there is no such file (did you mean run.yaml?)",
         "seed_everythin (run.yaml, line 2): a run has no key 'seed_everythin' (did you mean seed_everything?)",
         "trainer.max_stps (run.yaml, line 4): the trainer has no key 'max_stps' (did you mean max_steps",
         "trainer.max_epochs (run.yaml, line 5): got 'three'. Allowed: int, null",
@@ -225,7 +226,65 @@ def test_accelerators_nodes_and_checkpoints_are_checked(tmp_path: Path) -> None:
         "ckpt_path (run.yaml, line 4)",
     ]
     assert "did you mean gpu?" in found[0]
+    assert "Allowed: the path of a checkpoint, " in found[2]
     assert errors(tmp_path, "ckpt_path: last") == []
+
+
+def test_a_file_that_cannot_be_read_is_one_error_and_not_its_consequences(tmp_path: Path) -> None:
+    form, meaning = config.check(read(["--config", str(tmp_path / "far.yaml")]), "fit")
+    assert [error.what for error in form] == ["there is no such file"]
+    assert meaning == []
+
+
+@pytest.mark.parametrize("name", ["deepspeed", "deepspeed_stage_2", "xla"])
+def test_a_name_of_lightning_that_cannot_run_here_says_what_to_install(name: str, tmp_path: Path) -> None:
+    module = "torch_xla" if name == "xla" else "deepspeed"
+    if importlib.util.find_spec(module):
+        pytest.skip(f"{module} is installed")
+    assert errors(tmp_path, f"trainer:\n  strategy: {name}\n") == [
+        f"trainer.strategy (run.yaml, line 2): {name} cannot run here: it needs the module {module}. "
+        f"To mend it: pip install {module}."
+    ]
+
+
+@pytest.mark.parametrize(
+    ("model", "seq_len", "expected"),
+    [
+        ("{class_path: stratagem.models.GPT, init_args: {config: {max_seq_len: 64}}}", 65, "max_seq_len, 64"),
+        ("{class_path: stratagem.models.GPT, init_args: {config: {max_seq_len: 64}}}", 64, ""),
+        ("{class_path: stratagem.models.GPT, init_args: {config: {max_seq_len: 64}}}", None, "max_seq_len, 64"),
+        ("{class_path: stratagem.models.GPT, init_args: {config: {num_layers: 2}}}", 257, "max_seq_len, 256"),
+        ("{class_path: stratagem.models.GPT, init_args: {config: {num_layers: 2}}}", None, ""),
+        (
+            "{class_path: stratagem.models.transformers_lm, init_args: {config_class: G, config: {n_positions: 32}}}",
+            33,
+            "n_positions, 32",
+        ),
+        ("{class_path: torch.nn.Linear, init_args: {in_features: 1, out_features: 1}}", 10_000, ""),
+    ],
+)
+def test_a_sequence_that_is_too_long_for_the_model_is_found_before_the_run(
+    model: str, seq_len: int | None, expected: str, tmp_path: Path
+) -> None:
+    """Also by the defaults of either."""
+    text = f"""
+model:
+  class_path: stratagem.models.CausalLM
+  init_args:
+    model: {model}
+data:
+  class_path: stratagem.models.TextData
+  init_args:
+    {"global_batch: 4" if seq_len is None else f"seq_len: {seq_len}"}
+"""
+    found = errors(tmp_path, text)
+    place = f"data.init_args.seq_len (run.yaml, line {8 if seq_len is None else 9})"
+    assert (found == []) == (not expected), found
+    if expected:
+        assert found[0].startswith(
+            f"{place}: a sequence of {seq_len or 128} tokens is longer than the model's {expected}"
+        )
+        assert "set model.init_args.model.init_args.config." in found[0]
 
 
 def test_a_run_without_a_model_says_how_to_get_one() -> None:

@@ -7,27 +7,17 @@ import ast
 import contextlib
 import importlib.util
 import io
-import os
 from dataclasses import dataclass
 from importlib.machinery import PathFinder
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, final
 
-import torch
 from lightning.pytorch.strategies import StrategyRegistry
 
 from stratagem.errors import UserError
 from stratagem.registry import Entry, strategies
-from stratagem.strategy.lightning_registry import lightning_conflict, lightning_names
-
-_LIGHTNINGS_NEEDS = {  # class name: modules it needs, whether it needs CUDA
-    "DeepSpeedStrategy": (("deepspeed",), True),
-    "FSDPStrategy": ((), True),
-    "XLAStrategy": (("torch_xla",), False),
-    "SingleDeviceXLAStrategy": (("torch_xla",), False),
-    "SingleTPUStrategy": (("torch_xla",), False),
-}
+from stratagem.strategy.lightning_registry import lightning_conflict, lightning_names, lightning_obstacle
 
 
 @final
@@ -81,15 +71,6 @@ def _plugin(entry: Entry, *, load: bool) -> Row:
 def _lightnings(name: str) -> Row:
     data: dict[str, Any] = StrategyRegistry[name]
     kind = data["strategy"].__name__
-    modules, needs_cuda = _LIGHTNINGS_NEEDS.get(kind, ((), False))
-    missing = [module for module in modules if importlib.util.find_spec(module) is None]
-    why_not = ""
-    if missing:
-        why_not = f"needs the module {missing[0]}: pip install {missing[0]}"
-    elif needs_cuda and not torch.cuda.is_available():
-        why_not = "needs CUDA"
-    elif data["init_params"].get("start_method") == "fork" and not hasattr(os, "fork"):
-        why_not = "needs an operating system that can fork"
     description = (
         data["description"] if data["description"] not in ("", kind) else _first_line(data["strategy"].__doc__)
     )
@@ -99,7 +80,7 @@ def _lightnings(name: str) -> Row:
         distribution="lightning",
         version=version("lightning"),
         origin="lightning",
-        why_not=why_not,
+        why_not=lightning_obstacle(name),
     )
 
 

@@ -15,12 +15,15 @@ from typing import Any, final
 
 import torch
 from jsonargparse import ArgumentError, Namespace
+from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
 
 from stratagem import config
 from stratagem.cli import RUN_VERBS
+from stratagem.cli._quiet import quiet
 from stratagem.config.messages import understand
 from stratagem.errors import ConfigError, UserError
 from stratagem.registry import strategies
@@ -37,7 +40,8 @@ def run(verb: str, words: list[str]) -> int:
         ConfigErrors: every error of the configuration; nothing was built.
         ConfigError: the objects of the run could not be built; no process was started.
     """
-    RunCLI([verb, *words])
+    with quiet():
+        RunCLI([verb, *words])
     return 0
 
 
@@ -120,8 +124,21 @@ class RunCLI(LightningCLI):
             for cause in causes:
                 if isinstance(cause, UserError):
                     raise cause from None
-            what = f"the run cannot be built: {type(causes[-1]).__name__}: {causes[-1]}"
-            raise ConfigError(what, do="--traceback shows where it comes from") from error
+            worded = isinstance(causes[-1], MisconfigurationException)  # Lightning's, addressed to the user
+            reason = str(causes[-1]).rstrip(".") if worded else f"{type(causes[-1]).__name__}: {causes[-1]}"
+            raise ConfigError(f"the run cannot be built: {reason} (--traceback shows where)") from error
+
+    def predict(self, **arguments: Any) -> None:
+        """What the verb does in place of `Trainer.predict` alone: it also says what became of the predictions."""
+        predicted = self.trainer.predict(**arguments)
+        if not self.trainer.is_global_zero:
+            return
+        owner: Any = self.trainer  # which does not declare its callbacks
+        writers = [type(call).__name__ for call in owner.callbacks if isinstance(call, BasePredictionWriter)]
+        batches = [batch for part in predicted or [] for batch in (part if isinstance(part, list) else [part])]
+        ranks = f" on rank 0 of {self.trainer.world_size}" if self.trainer.world_size > 1 else ""
+        fate = f"kept by {', '.join(writers)}" if writers else "not kept: a BasePredictionWriter callback writes them"
+        print(f"Predicted {len(batches)} batches{ranks}; the predictions were {fate}.")
 
 
 @final

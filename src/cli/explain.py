@@ -5,11 +5,14 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import enum
 import inspect
 import re
 import sys
+import types
 import typing
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +21,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 import stratagem
 from stratagem.registry import strategies, unknown
-from stratagem.strategy.lightning_registry import lightning_conflict, lightning_names
+from stratagem.strategy.lightning_registry import lightning_conflict, lightning_names, names_to_show
 
 _ARGUMENTS = re.compile(r"^Args:\n(?: +.*\n|\n)*", re.MULTILINE)  # told below, with types and defaults
 
@@ -45,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
         cls, origin, fixed = data["strategy"], "Lightning's own", data["init_params"]
         class_path = f"lightning.pytorch.strategies.{cls.__name__}"
     else:
-        raise unknown(options.name, {*ours, *lightning_names()}, kind="strategy")
+        raise unknown(options.name, names_to_show(), kind="strategy")
     print(f"{name}  ({class_path}, {origin})\n")
     print(_ARGUMENTS.sub("", f"{inspect.getdoc(cls) or 'It has no docstring.'}\n").rstrip())
     package = sys.modules.get(cls.__module__.rpartition(".")[0]) if name in ours else None
@@ -70,11 +73,32 @@ def _options(cls: Any, prefix: str = "") -> Iterator[str]:
         hint = hints.get(parameter.name, parameter.annotation)
         name, text = f"{prefix}{parameter.name}", texts.get(parameter.name, "")
         settings = [kind for kind in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(kind)]
-        kind = "" if hint is parameter.empty else f": {inspect.formatannotation(hint).replace('typing.', '')}"
-        default = " (required)" if parameter.default is parameter.empty else f" = {parameter.default!r}"
+        kind = "" if hint is parameter.empty else f": {_written(hint)}"
+        default = " (required)" if parameter.default is parameter.empty else f" = {_value(parameter.default)}"
         yield f"{name}: {text}" if settings else f"{name}{kind}{default}" + (f"\n      {text}" if text else "")
         for group in settings:
             yield from (f"  {line}" for line in _options(group, f"{name}."))
+
+
+def _written(hint: Any) -> str:
+    """A type as a config knows it: choices as the words to choose among."""
+    if isinstance(hint, type) and issubclass(hint, enum.Enum):
+        return " | ".join(_value(member) for member in hint)
+    if typing.get_origin(hint) is typing.Literal:
+        return " | ".join(map(_value, typing.get_args(hint)))
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        return " | ".join("null" if part is types.NoneType else _written(part) for part in typing.get_args(hint))
+    return inspect.formatannotation(hint).replace("typing.", "")
+
+
+def _value(value: Any) -> str:
+    """A value as a config writes it."""
+    if isinstance(value, enum.Enum):
+        return str(value.value if isinstance(value.value, str) else value.name)
+    words = {None: "null", True: "true", False: "false"}
+    if value is None or isinstance(value, bool):
+        return words[value]
+    return value if isinstance(value, str) and value else str(value) if isinstance(value, timedelta) else repr(value)
 
 
 def _texts(cls: Any) -> dict[str, str]:

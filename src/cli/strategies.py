@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import argparse
 import json
+import textwrap
+from collections.abc import Iterator
 from dataclasses import asdict
 
 from rich.console import Console
 from rich.table import Table
 
 from stratagem.cli._availability import Row, rows
+
+_TABLE_WIDTH = 120  # columns below which the table would break names and words
+_NAME_WIDTH = 24
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,11 +37,29 @@ def run(options: argparse.Namespace) -> int:
         console = Console()
         # In a pipe there is no width to fit into, and a cut line would be a lost one.
         console = console if console.is_terminal else Console(width=200)
-        console.print(_table(found))
-        console.print(
-            "`stratagem explain NAME` tells more; a config names one by `trainer.strategy: NAME`.", highlight=False
-        )
+        if console.width < _TABLE_WIDTH:
+            print("\n".join(_list(found, console.width)))
+        else:
+            console.print(_table(found))
+        print("`stratagem explain NAME` tells more; a config names one by `trainer.strategy: NAME`.")
     return 0
+
+
+def _list(found: list[Row], width: int) -> Iterator[str]:
+    """The same for a narrow terminal: names and what they are, below each package; why not, where it is so."""
+    yield "strategies (* cannot run here)"
+    for before, row in zip([None, *found], found, strict=False):
+        package = f"{row.distribution} {row.version}"
+        if before is None or package != f"{before.distribution} {before.version}":
+            yield f"\n{package}"
+        mark, told = ("*", row.why_not) if row.why_not else (" ", row.what)
+        head = f" {mark} {row.name}".ljust(_NAME_WIDTH)
+        if len(head) > _NAME_WIDTH:
+            yield head
+            head = ""
+        indent = " " * _NAME_WIDTH
+        yield from textwrap.wrap(told, width, initial_indent=head or indent, subsequent_indent=indent) or [head]
+    yield ""
 
 
 def _table(found: list[Row]) -> Table:

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, final, runtime_checkable
 
 from stratagem.config import meaning, sources, structure
-from stratagem.config.sources import Settings
+from stratagem.config.sources import KeyPath, Settings
 from stratagem.errors import ConfigError, UserError
 
-__all__ = ["ConfigErrors", "Preflight", "Settings", "check", "num_cpu_ranks", "read"]
+__all__ = ["ConfigErrors", "Preflight", "PreflightData", "Settings", "check", "num_cpu_ranks", "read"]
 
 read = sources.read
 num_cpu_ranks = meaning.num_cpu_ranks
@@ -38,6 +38,27 @@ class Preflight(Protocol):
         Returns:
             One error per fault, its `where` the argument at fault (`path` or `data.path`); an empty list if there is
             none. Raising one says the same.
+        """
+        ...
+
+
+@runtime_checkable
+class PreflightData(Protocol):
+    """What a model may offer so that data that does not fit it is found before the run starts."""
+
+    @classmethod
+    def preflight_data(
+        cls, init_args: Mapping[str, Any], data: type, data_args: Mapping[str, Any], /
+    ) -> list[UserError]:
+        """Hold the data's arguments against the model's own, cheaply and without building anything.
+
+        Args:
+            init_args: those that are written for the model, as in `Preflight`.
+            data: the class of the data module.
+            data_args: those that are written for it.
+
+        Returns:
+            One error per fault, its `where` a key of the run such as `data.seq_len`.
         """
         ...
 
@@ -86,6 +107,7 @@ def check(settings: Settings, verb: str) -> tuple[list[UserError], list[UserErro
     meaning.check(found)
     for node in found.classes:
         _preflight(found, node)
+    _preflight_data(found)
     return form, found.errors
 
 
@@ -93,13 +115,26 @@ def _preflight(found: structure.Structure, node: structure.ClassNode) -> None:
     preflight = getattr(node.cls, "preflight", None)
     if not callable(preflight):
         return
-    prefix = (*node.path, "init_args")
     try:
         problems = preflight(node.init_args)
     except UserError as error:
         problems = [error]
+    _place(found, node.path, problems)
+
+
+def _preflight_data(found: structure.Structure) -> None:
+    """Let the model look at the data, where both are without a fault of their own."""
+    nodes = {node.path[0]: node for node in found.classes if len(node.path) == 1}
+    if {"model", "data"} <= nodes.keys():
+        model, data = nodes["model"], nodes["data"]
+        look = getattr(model.cls, "preflight_data", None)
+        if callable(look):
+            _place(found, data.path, look(model.init_args, data.cls, data.init_args))
+
+
+def _place(found: structure.Structure, at: KeyPath, problems: Sequence[UserError]) -> None:
+    """Remember what a class has said about itself, with the place of the argument it means."""
     for problem in problems:
-        inner = problem.where.removeprefix(f"{node.path[0]}.").split(".")
-        path = (*prefix, *inner) if problem.where else node.path
-        where = found.settings.where(path)
+        inner = problem.where.removeprefix(f"{at[0]}.").split(".")
+        where = found.settings.where((*at, "init_args", *inner) if problem.where else at)
         found.errors.append(type(problem)(problem.what, where=where, allowed=problem.allowed, do=problem.do))

@@ -16,7 +16,7 @@ from stratagem.config.sources import Settings
 from stratagem.config.structure import Structure
 from stratagem.errors import UserError
 from stratagem.registry import near, strategies, unknown
-from stratagem.strategy.lightning_registry import lightning_conflict, lightning_names
+from stratagem.strategy.lightning_registry import lightning_conflict, lightning_names, lightning_obstacle, names_to_show
 
 _CUDA = ("gpu", "cuda")
 _CHECKPOINT_WORDS = ("best", "last", "hpc", "registry")
@@ -27,7 +27,7 @@ def check(structure: Structure) -> None:
     settings = structure.settings
     trainer = settings.values.get("trainer")
     trainer = trainer if isinstance(trainer, dict) else {}
-    if "model" not in settings.values:
+    if "model" not in settings.values and not settings.unread:
         structure.fault(("model",), "the run names no model", do="add --config configs/gpt_tiny.yaml, or --model CLASS")
     _strategy(structure, trainer.get("strategy"))
     accelerator = trainer.get("accelerator", "auto")
@@ -69,12 +69,15 @@ def _strategy(structure: Structure, strategy: Any) -> None:
         return
     names = {"auto", *lightning_names()}
     if strategy.lower() in names:
+        if strategy.lower() != "auto" and (reason := lightning_obstacle(strategy.lower())):
+            what, _, do = reason.partition(": ")
+            structure.fault(path, f"{strategy} cannot run here: it {what}", do=do)
         return
     classes = {entry.value.rpartition(":")[2] for entry in ours.values()}
     if "." in strategy or strategy in classes:
         structure.open_class(path, strategy)
         return
-    stranger = unknown(strategy, {name for name in {*names, *ours} if "find_unused" not in name}, kind="strategy")
+    stranger = unknown(strategy, {"auto", *names_to_show()}, kind="strategy")
     structure.fault(path, stranger.what, allowed=stranger.allowed)
 
 
@@ -108,5 +111,5 @@ def _checkpoint(structure: Structure, checkpoint: Any) -> None:
         path = Path(checkpoint).expanduser()
         if not path.exists():
             others = [str(found) for found in path.parent.glob("*.ckpt")][:5] if path.parent.is_dir() else []
-            allowed = ", ".join([*others, *_CHECKPOINT_WORDS])
+            allowed = ", ".join(["the path of a checkpoint", *others, *_CHECKPOINT_WORDS])
             structure.fault(("ckpt_path",), f"there is no checkpoint {checkpoint}", allowed=allowed)

@@ -56,6 +56,7 @@ class Settings:
             is dropped in silence where the new class does not know it, as jsonargparse does.
         named: key paths where options were given for what is otherwise a bare name, such as `ring_ddp`.
         problems: what was wrong with the sources themselves: missing files, broken YAML, words without an option.
+        unread: a file could not be read, so that what seems absent may stand in it.
     """
 
     values: dict[str, Any] = field(default_factory=dict)
@@ -63,6 +64,7 @@ class Settings:
     carried: set[KeyPath] = field(default_factory=set)
     named: set[KeyPath] = field(default_factory=set)
     problems: list[UserError] = field(default_factory=list)
+    unread: bool = False
 
     def where(self, path: KeyPath) -> str:
         """The key in dotted form and the place of the nearest part of it that was written somewhere."""
@@ -153,8 +155,10 @@ def load(file: Path) -> tuple[dict[str, Any], dict[KeyPath, int]]:
     """
     if not file.is_file():
         siblings = [str(path) for path in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
-        close = near(str(file), siblings) or sorted(siblings)[:5]
-        raise ConfigError("there is no such file", where=str(file), allowed=", ".join(close))
+        close = near(str(file), siblings)
+        hint = f" (did you mean {' or '.join(close)}?)" if close else ""
+        here = f"the files there are {', '.join(sorted(siblings)[:5])}" if siblings and not close else ""
+        raise ConfigError(f"there is no such file{hint}", where=str(file), do=here)
     try:
         text = file.read_text(encoding="utf-8")
         tree = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -187,6 +191,7 @@ def _read_file(settings: Settings, text: str, at: KeyPath = ()) -> None:
         values, lines = load(Path(text).expanduser())
     except ConfigError as error:
         settings.problems.append(error)
+        settings.unread = True
     else:
         settings.merge(values, lines, text, at)
 

@@ -15,19 +15,20 @@ from typing_extensions import override
 
 from stratagem.data import ByteTokenizer, Tokenizer
 from stratagem.errors import ConfigError
+from stratagem.models.causal_lm import MAX_LENGTHS
 from stratagem.models.replicas import data_replicas
 from stratagem.models.sampling import generate
 
 
 @final
 class ProgressBar(TQDMProgressBar):
-    """Lightning's bar in few words: on 80 columns loss and tokens per second are seen, and what is left is the bar.
+    """Lightning's bar in few words: on 80 columns losses and tokens per second are seen, and what is left is the bar.
 
     Args:
         refresh_rate: redraw after so many batches; 0 for no bar.
     """
 
-    BAR_FORMAT = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_noinv_fmt}{postfix}] {bar}"
+    BAR_FORMAT = "{desc}{n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}] {bar}"
 
     def __init__(self, refresh_rate: int = 10) -> None:
         super().__init__(refresh_rate=refresh_rate)
@@ -137,7 +138,7 @@ class SampleText(pl.Callback):
 def _max_context(pl_module: pl.LightningModule) -> int | None:
     """The longest sequence that the model takes, where its config tells; Transformers has other words for it."""
     config = getattr(getattr(pl_module, "model", None), "config", None)
-    for name in ("max_seq_len", "max_position_embeddings", "n_positions"):
+    for name in MAX_LENGTHS:
         length = getattr(config, name, None)
         if isinstance(length, int):
             return length

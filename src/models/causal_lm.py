@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
-from typing import final
+import inspect
+from collections.abc import Mapping
+from typing import Any, final
 
 import lightning.pytorch as pl
 import torch
@@ -13,8 +15,13 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LambdaLR
 from typing_extensions import override
 
+from stratagem.errors import ConfigError, UserError
+from stratagem.models.gpt import GPTConfig
 from stratagem.models.optim import OptimizerSettings
 from stratagem.models.sampling import logits_of
+
+MAX_LENGTHS = ("max_seq_len", "max_position_embeddings", "n_positions")
+"""What the longest sequence is called in the config of a model: of a GPT, and in Transformers."""
 
 
 @final
@@ -40,6 +47,25 @@ class CausalLM(pl.LightningModule):
         super().__init__()
         self.model = model
         self.optimizer_settings = optimizer
+
+    @classmethod
+    def preflight_data(cls, init_args: Mapping[str, Any], data: type, data_args: Mapping[str, Any]) -> list[UserError]:
+        """Whether the sequences of the data are short enough for the model, where both tell before they are built."""
+        seq_len = data_args.get("seq_len", _default(data, "seq_len"))
+        written = init_args.get("model")
+        model = written if isinstance(written, Mapping) else {}
+        config = (model.get("init_args") or {}).get("config")
+        settings = config if isinstance(config, Mapping) else {}
+        if "max_seq_len" in settings or str(model.get("class_path", "")).rpartition(".")[2] == "GPT":
+            settings = {"max_seq_len": GPTConfig().max_seq_len, **settings}
+        for name in MAX_LENGTHS:
+            longest = settings.get(name)
+            if isinstance(longest, int) and isinstance(seq_len, int) and seq_len > longest:
+                key = f"model.init_args.model.init_args.config.{name}"
+                what = f"a sequence of {seq_len} tokens is longer than the model's {name}, {longest}"
+                do = f"shorten the sequence, or set {key}: {seq_len}"
+                return [ConfigError(what, where="data.seq_len", allowed=f"at most {longest}", do=do)]
+        return []
 
     @override
     def forward(self, input_ids: Tensor) -> Tensor:
@@ -96,3 +122,8 @@ class CausalLM(pl.LightningModule):
         loss = self.loss(batch)
         self.log(name, loss, prog_bar=True, on_epoch=True, sync_dist=True, batch_size=len(batch["input_ids"]))
         return loss
+
+
+def _default(cls: Any, name: str) -> Any:
+    parameter = inspect.signature(cls).parameters.get(name)
+    return parameter.default if parameter is not None else None

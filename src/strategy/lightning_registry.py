@@ -9,15 +9,27 @@ go in as well, so that selecting them says why. Names that Lightning has itself 
 
 from __future__ import annotations
 
+import importlib.util
+import os
 from dataclasses import dataclass
 from typing import Any, final
 
+import torch
 from lightning.pytorch.strategies import Strategy, StrategyRegistry
 
 from stratagem.errors import PluginError
 from stratagem.registry import Entry, strategies
 
 _NEVER_LOOKED_UP = frozenset({"auto"})  # Trainer takes these words itself and asks no registry
+
+_NEEDS = {  # Lightning's class: modules it needs, whether it needs CUDA
+    "DeepSpeedStrategy": (("deepspeed",), True),
+    "FSDPStrategy": ((), True),
+    "XLAStrategy": (("torch_xla",), False),
+    "XLAFSDPStrategy": (("torch_xla",), False),
+    "SingleDeviceXLAStrategy": (("torch_xla",), False),
+    "SingleTPUStrategy": (("torch_xla",), False),
+}
 
 
 @final
@@ -83,6 +95,29 @@ def lightning_conflict(entry: Entry) -> str:
 def lightning_names() -> list[str]:
     """The names in Lightning's registry that are not ours, in alphabetical order."""
     return sorted(name for name, data in _data().items() if not isinstance(data["strategy"], LazyStrategy))
+
+
+def names_to_show() -> list[str]:
+    """Ours and Lightning's in alphabetical order, without the aliases that Lightning has for an option of `ddp`."""
+    return sorted(name for name in {*strategies(), *lightning_names()} if "find_unused" not in name)
+
+
+def lightning_obstacle(name: str) -> str:
+    """Why one of Lightning's own names cannot run on this machine, and after a colon the remedy; empty if it can.
+
+    Args:
+        name: one of `lightning_names()`; strategies that were registered by the user's own code have no obstacle.
+    """
+    data = _data()[name]
+    modules, needs_cuda = _NEEDS.get(data["strategy"].__name__, ((), False))
+    missing = [module for module in modules if importlib.util.find_spec(module) is None]
+    if missing:
+        return f"needs the module {missing[0]}: pip install {missing[0]}"
+    if needs_cuda and not torch.cuda.is_available():
+        return "needs CUDA"
+    if data["init_params"].get("start_method") == "fork" and not hasattr(os, "fork"):
+        return "needs an operating system that can fork"
+    return ""
 
 
 def _data() -> dict[str, dict[str, Any]]:

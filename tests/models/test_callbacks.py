@@ -62,13 +62,14 @@ def test_the_bar_shows_loss_and_speed_on_80_columns(monkeypatch: pytest.MonkeyPa
         total=400,
         elapsed=42,
         ncols=80,
-        prefix="Epoch 0",
+        prefix="Epoch 0: ",
         bar_format=ProgressBar.BAR_FORMAT,
         postfix=", ".join(f"{key}={Tqdm.format_num(value)}" for key, value in metrics.items()),
     )
     assert len(line) <= 80
     assert "train_loss=3.960" in line
     assert "tok/s=171234" in line
+    assert "val_loss=2.340" in line or "val_loss=2.345" in line or "val_loss=2.350" in line
 
 
 def test_the_sample_is_what_the_model_writes_after_the_prompt(capsys: pytest.CaptureFixture[str]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -219,6 +220,39 @@ def test_backward_passes_add_up_until_gradients_are_cleared(stage: str, set_to_n
     here.close()
 
 
+@pytest.mark.ranks(2, 3)
+@on_all_stages
+@pytest.mark.parametrize("reduced", [True, False])
+def test_what_one_optimizer_cleared_is_not_added_to_what_another_gathers(stage: str, reduced: bool) -> None:
+    """One steps and clears after every pass, one after every second pass; in stage 3 their small modules share memory."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    module, reference = Branches(), Branches()
+    zero, here = start(stage, module, ZeroSettings(bucket_mib=1.0))
+    often, seldom = (
+        [
+            torch.optim.SGD(m.branches[k].parameters(), lr=0.1, momentum=0.9, weight_decay=0.1)
+            for m in (module, reference)
+        ]
+        for k in (0, 1)
+    )
+    zero.attach([often[0], seldom[0]])
+    for step in range(6):
+        with nullcontext() if reduced or step % 2 else zero.no_sync():
+            module(rows(step, rank), [0, 1]).backward()
+        sum(reference(rows(step, r), [0, 1]) / size for r in range(size)).backward()
+        if reduced or step % 2:
+            for optimizer in often:
+                optimizer.step()
+                optimizer.zero_grad()
+        if step % 2:
+            for optimizer in seldom:
+                optimizer.step()
+                optimizer.zero_grad()
+    zero.close()
+    cases.assert_same_parameters(module, reference)
+    here.close()
+
+
 @pytest.mark.ranks(2)
 @on_all_stages
 def test_two_optimizers_take_turns(stage: str) -> None:
@@ -238,6 +272,9 @@ def test_two_optimizers_take_turns(stage: str) -> None:
             for optimizer, on in ((acting, True), (waiting, False)):
                 for p in (p for group in optimizer.param_groups for p in group["params"]):
                     p.requires_grad = on
+            assert [p.requires_grad for p in module.parameters()].count(True) == sum(
+                len(group["params"]) for group in acting.param_groups
+            )
             acting.zero_grad()
             zero.begin()
             before = here.traffic.total(op="reduce_scatter")

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from stratagem.plugins.zero import Zero1, Zero2, Zero3, ZeroSettings
 from stratagem.plugins.zero.bucket import OwnedParameter
-from stratagem.testing import WireBytes, held_bytes, live_tensor_bytes
+from stratagem.testing import WireBytes, held_bytes, live_tensor_bytes, process_memory
 from tests.plugins import zero_cases as cases
 
 STAGES = {"zero_1": Zero1, "zero_2": Zero2, "zero_3": Zero3}
@@ -167,6 +167,30 @@ def test_stage_3_has_few_blocks_at_a_time(limit: str) -> None:
     for handle in handles:
         handle.remove()
     assert held_bytes([p.detach() for p in module.parameters()]) <= 4 * 2 * 12  # a NaN each: nothing stays behind
+    zero.close()
+    here.close()
+
+
+@pytest.mark.ranks(2)
+def test_stage_3_leaves_no_weights_with_autograd() -> None:
+    """No Python object shows what a graph holds, so the kernel is asked: ten blocks of 4 MiB, at the last forward."""
+    torch.manual_seed(0)
+    width, depth = 1024, 10
+    module = Stack(depth, width)
+    zero, here = Zero3(), cases.context(transport="p2p")
+    zero.apply(module, here)
+    zero.attach([torch.optim.SGD(module.parameters(), lr=1e-3)])
+    x = torch.randn(1, width, requires_grad=True)
+    module(x).backward()
+    found: list[int] = []
+    last = [each for each in module.modules() if isinstance(each, nn.Linear)][-1]
+    handle = last.register_forward_pre_hook(lambda *_: found.append(process_memory().private))
+    before = process_memory().private
+    loss = module(x)
+    block = (width * width + width) * 4
+    assert found[0] - before < 3.5 * block  # this one, the one ahead, and crumbs
+    handle.remove()
+    loss.backward()
     zero.close()
     here.close()
 

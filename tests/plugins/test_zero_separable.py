@@ -21,15 +21,15 @@ from tests.plugins import zero_cases as cases
 class RowNormalised(Optimizer):
     """Steps along rows of length 1: right on whole matrices only, and on no list of names."""
 
-    def __init__(self, params: object, rate: float = 0.1) -> None:
-        super().__init__(params, {"rate": rate})  # type: ignore[arg-type]
+    def __init__(self, params: object, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})  # type: ignore[arg-type]
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.sub_(p.grad / p.grad.norm(dim=-1, keepdim=True).clamp_min(1e-12), alpha=group["rate"])
+                    p.sub_(p.grad / p.grad.norm(dim=-1, keepdim=True).clamp_min(1e-12), alpha=group["lr"])
 
 
 class GlobalSign(Optimizer):
@@ -90,7 +90,7 @@ def test_an_optimizer_is_judged_by_what_it_does(make: Callable[[nn.Module], Opti
 
 
 def test_a_warm_up_that_begins_at_nothing_hides_nothing() -> None:
-    optimizer = Muon([nn.Parameter(torch.ones(3, 2))], lr=0.1)
+    optimizer = RowNormalised([nn.Parameter(torch.ones(3, 2))], lr=0.1)
     LambdaLR(optimizer, lambda step: step / 10)
     assert optimizer.param_groups[0]["lr"] == 0.0
     assert separable(optimizer) == "parameters"

@@ -187,6 +187,22 @@ def test_backward_does_not_fetch_what_it_does_not_read() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_what_is_read_before_a_step_is_read_anew_after_it() -> None:
+    module, reference, zero, here = _build(LowRank), _build(LowRank), Zero3(ALL), cases.context()
+    zero.apply(module, here)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (module, reference)]
+    zero.attach(optimizers[:1])
+    module(cases.batch(dist.get_rank(), 2, 0), 0).mean().backward()
+    reference(cases.batch(None, 2, 0), 0).mean().backward()
+    torch.testing.assert_close(module.adapters[1].weight, reference.adapters[1].weight, rtol=1e-12, atol=0)
+    for optimizer in optimizers:
+        optimizer.step()
+    torch.testing.assert_close(module.adapters[1].weight, reference.adapters[1].weight, rtol=1e-10, atol=1e-14)
+    zero.close()
+    here.close()
+
+
+@pytest.mark.ranks(2)
 def test_reading_what_is_elsewhere_is_loud() -> None:
     module, zero, here = _build(Twice), Zero3(ALL), cases.context()
     zero.apply(module, here)

@@ -224,7 +224,7 @@ def test_backward_passes_add_up_until_gradients_are_cleared(stage: str, set_to_n
 @on_all_stages
 @pytest.mark.parametrize("reduced", [True, False])
 def test_what_one_optimizer_cleared_is_not_added_to_what_another_gathers(stage: str, reduced: bool) -> None:
-    """One steps and clears after every pass, one after every second pass; in stage 3 their small modules share memory."""
+    """One steps and clears after every pass, one after every second; in stage 3 their small modules share memory."""
     rank, size = dist.get_rank(), dist.get_world_size()
     module, reference = Branches(), Branches()
     zero, here = start(stage, module, ZeroSettings(bucket_mib=1.0))

@@ -16,7 +16,8 @@ pickle is larger than `LARGEST_ATTRIBUTE`, and what hangs neither on the module 
 
 Note [one file of metrics]: a new writer of a `CSVLogger` deletes the file of an earlier one with the same version, and
 ranks are new with every run. So the caller opens the writer before the first fork, and keeps it: all runs of a trainer
-append to one file, as they do in one process, after a run that failed too.
+append to one file, as they do in one process, after a run that failed too. A `TensorBoardLogger` has a file of its own
+in each run; tensorboardX would name it by the second alone, so that the rank's process id is added.
 """
 
 from __future__ import annotations
@@ -26,13 +27,14 @@ import csv
 import hashlib
 import io
 import logging
+import os
 import pickle
 from collections.abc import Iterator
 from typing import IO, Any, final
 
 import torch
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.loggers.csv_logs import ExperimentWriter
 from lightning.pytorch.loops.loop import _Loop
 from lightning.pytorch.trainer.states import TrainerFn, TrainerStatus
@@ -72,6 +74,9 @@ class Homecoming:
         """Begin in a rank, before the work; every rank calls it, and one of them collects."""
         strategy, teardown = self._trainer.strategy, self._trainer.strategy.teardown
         self._parts = NewParts(self._trainer.lightning_module)
+        for logger in self._trainer.loggers:
+            if isinstance(logger, TensorBoardLogger):
+                logger._kwargs["filename_suffix"] = f"{logger._kwargs.get('filename_suffix', '')}.{os.getpid()}"
         if collects:
             self._before = {key: _digest(data) for key, data in self._attributes()}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import ctypes
+import importlib.util
 import json
 import logging
 import os
@@ -28,7 +29,7 @@ import torch
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
-from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher
 from torch.utils.data import DataLoader
 
@@ -307,6 +308,20 @@ def _log_all_kinds(folder: str, devices: int) -> Any:
 def metrics() -> Any:
     with tempfile.TemporaryDirectory() as forked, tempfile.TemporaryDirectory() as alone:
         return {"forked": _log_all_kinds(forked, 2), "alone": _log_all_kinds(alone, 1)}
+
+
+@scenario
+def tensorboard() -> Any:
+    """How many bytes the event files have after a fit, and which of them after a validation; None without a writer."""
+    if not any(importlib.util.find_spec(name) for name in ("tensorboard", "tensorboardX")):
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        run = trainer(logger=TensorBoardLogger(folder), log_every_n_steps=1, default_root_dir=folder)
+        found = []
+        for go in (run.fit, run.validate):
+            go(_Logging())
+            found.append({str(path): path.stat().st_size for path in Path(folder).rglob("events*")})
+        return found
 
 
 @scenario

@@ -141,6 +141,16 @@ def test_no_metrics_are_lost_whatever_runs_follow_each_other(outcomes: dict[str,
     assert numbers == {"trained": 12, "validated": 5, "tested": 1, "from outside": 2}
 
 
+def test_event_files_of_tensorboard_are_not_written_over(outcomes: dict[str, Any]) -> None:
+    """Though two runs may begin in the same second, which is all that tensorboardX names a file by."""
+    if outcomes["tensorboard"] is None:
+        pytest.skip("neither tensorboard nor tensorboardX is installed")
+    fitted, validated = outcomes["tensorboard"]
+    assert len(fitted) == 1
+    assert len(validated) == 2
+    assert fitted.items() <= validated.items()
+
+
 def test_the_training_loss_that_is_logged_does_not_depend_on_the_number_of_ranks(outcomes: dict[str, Any]) -> None:
     alone, forked = outcomes["losses"]
     assert forked == pytest.approx(alone, rel=1e-5)

@@ -22,6 +22,11 @@ keeps `.grad = None` (an optimizer must not decay its weight). The same vector c
 
 Note [adding to what was reduced]: a further backward before the optimizer clears its gradients adds its mean to the
 mean that is already owned. So several backward passes per step, and stage 2's accumulation, are right by construction.
+
+Note [where gradients are]: after a backward the module's `.grad` is None on every rank, and the optimizer's tensors
+hold the pieces. Clipping through the Trainer or `clip_gradients`, and `optimizer.zero_grad()`, work on those. What
+works on `module.parameters()` instead finds nothing: `clip_grad_norm_(self.parameters())`, `module.zero_grad()`. To
+look at a gradient, ask for `Zero.full_gradient`.
 """
 
 from __future__ import annotations

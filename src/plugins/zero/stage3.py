@@ -35,6 +35,8 @@ class Zero3(Zero):
     where backward does not read parameters (embeddings, a first layer whose input needs no gradient). With A
     micro-batches all of it happens A times. Modules of at most `persistence_threshold` elements stay whole, as in stage
     2.
+    What autocast makes of a parameter stays with autograd as it is. Fetching is collective: a forward that only some
+    ranks run (a callback on rank 0) waits for the others in vain.
     Source: arXiv 1910.02054.
 
     Args:

@@ -24,10 +24,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 run: $(INSTALLED) ## Trains CONFIG (a GPT on real text, 2 processes) under STRATEGY (ring_ddp).
 	$(BIN)/stratagem fit --config $(CONFIG) --config configs/strategy/$(STRATEGY).yaml
 
-test: $(INSTALLED) ## Runs the tests.
-	$(BIN)/python -m pytest
+test: $(INSTALLED) ## Runs the tests, but for those that take long.
+	$(BIN)/python -m pytest -m "not slow"
 
-slow: $(INSTALLED) ## Runs only the tests that start cold processes.
+slow: $(INSTALLED) ## Runs the long ones: cold processes, fresh environments, the larger gangs of the contract.
 	$(BIN)/python -m pytest -m slow
 
 lint: $(INSTALLED) ## Style, and that imports point down only.
@@ -39,7 +39,7 @@ types: $(INSTALLED) ## mypy, strict. The link is there because type checkers do 
 	@mkdir -p .typing && ln -sfn ../src .typing/stratagem
 	$(BIN)/mypy
 
-check: lint types test ## All of it: what has to pass before a change lands.
+check: lint types test slow ## All of it: what has to pass before a change lands.
 
 fix: $(INSTALLED) ## Formats, and mends what can be mended by itself.
 	$(BIN)/ruff check --fix .

@@ -113,9 +113,11 @@ def measure(load: Load, rounds: int, steps: int) -> dict[str, Any]:
         ),
     }
     found: dict[str, dict[str, list[float]]] = {name: {"step": [], "peak": []} for name in contenders}
-    for _ in range(rounds):
-        for name, run in contenders.items():
-            for rank in run():
+    for turn in range(rounds):
+        names = list(contenders)
+        first = turn % len(names)
+        for name in (*names[first:], *names[:first]):  # nobody always comes first
+            for rank in contenders[name]():
                 found[name]["step"] += rank["steps"]
                 found[name]["peak"].append(rank["peak"])
                 num_parameters = rank["parameters"]

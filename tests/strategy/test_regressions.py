@@ -91,8 +91,22 @@ class Alternates(Net):
             layer.requires_grad_(index != batch_idx % 4)
 
 
+class Joins(Net):
+    """In the second micro-batch of each window a layer joins that was frozen from the start, and another is frozen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers[3].requires_grad_(False)
+
+    def on_train_batch_start(self, batch: Tensor, batch_idx: int) -> None:
+        self.layers[3].requires_grad_(batch_idx % 2 == 1)
+        self.layers[0].requires_grad_(batch_idx % 2 == 0)
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("kind", "accumulate"), [(Unfreezes, 1), (Alternates, 2), (Alternates, 1)])
+@pytest.mark.parametrize(
+    ("kind", "accumulate"), [(Unfreezes, 1), (Alternates, 2), (Alternates, 1), (Joins, 2), (Joins, 1)]
+)
 def test_what_is_trained_may_change_until_its_gradient_arrives(kind: type, accumulate: int) -> None:
     """Buckets were chosen before the step ran, so a layer unfrozen in it, or frozen again within a window, was never
     averaged and the replicas drifted. Now the choice is made when backward starts, and a window remembers."""

@@ -33,7 +33,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar, Literal, final
 
 import torch
@@ -115,6 +114,7 @@ class RingDDP(DataTechnique):
         self._buckets: list[_Bucket] = []
         self._parameters: list[nn.Parameter] = []
         self._trained_names: list[str] = []
+        self._in_window: list[bool] = []
         self._handles: list[RemovableHandle] = []
         self._syncing, self._pending, self._callback_queued = True, False, False
         self._worker: Worker | None = None
@@ -153,6 +153,7 @@ class RingDDP(DataTechnique):
         if not any(parameter.requires_grad and id(parameter) not in known for _, parameter in found):
             return
         trained = [(name, p) for name, p in found if p.requires_grad or id(p) in known]
+        due = {id(p) for p, is_due in zip(self._parameters, self._in_window, strict=True) if is_due}
         self._trained_names = [name for name, _ in trained]
         self._parameters = [parameter for _, parameter in trained]
         layouts = pack(
@@ -167,13 +168,13 @@ class RingDDP(DataTechnique):
             slot.index: (number, slot) for number, layout in enumerate(layouts) for slot in layout.slots
         }
         self._views = [self._slots[i][1].view(self._buckets[self._slots[i][0]].flat) for i in range(len(trained))]
-        for handle in self._handles:
-            handle.remove()
-        self._handles = [
-            parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, index))
-            for index, parameter in enumerate(self._parameters)
+        self._index = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        self._handles += [  # on new ones only: one that is frozen right now cannot be hooked, and keeps its hook
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)
+            for parameter in self._parameters
+            if id(parameter) not in known
         ]
-        self._in_window = [False] * len(self._parameters)
+        self._in_window = [id(parameter) in due for parameter in self._parameters]
         self._reset()
 
     def _reset(self) -> None:
@@ -187,8 +188,9 @@ class RingDDP(DataTechnique):
             bucket.missing = sum(self._awaited[slot.index] for slot in bucket.layout.slots)
             bucket.active = bucket.missing > 0 or any(self._in_window[slot.index] for slot in bucket.layout.slots)
 
-    def _on_gradient(self, index: int, parameter: Tensor) -> None:
+    def _on_gradient(self, parameter: Tensor) -> None:
         """Runs when a gradient is complete: into its bucket, and off with that if it fills the next in line."""
+        index = self._index[id(parameter)]
         self._adopt(index)
         if not self._syncing:
             return
@@ -246,6 +248,7 @@ class RingDDP(DataTechnique):
 
     def _launch(self, bucket: _Bucket) -> None:
         if bucket.active:
+            self._fill_gaps(bucket)
             self._submit(bucket.flat, Op.MEAN, Wire(self.settings.wire))
 
     def _submit(self, tensor: Tensor, op: Op, wire: Wire) -> None:
@@ -287,7 +290,6 @@ class RingDDP(DataTechnique):
         self._pending = False
         try:
             for number in range(self._next, len(self._buckets)):
-                self._fill_gaps(self._buckets[number])
                 self._launch(self._buckets[number])
             self._next = len(self._buckets)
             flags = self._flags()
@@ -308,7 +310,7 @@ class RingDDP(DataTechnique):
 
     def _fill_gaps(self, bucket: _Bucket) -> None:
         """Zeros for gradients that did not come; gradients that came by another way than backward are taken in."""
-        for slot in bucket.layout.slots if bucket.active else ():
+        for slot in bucket.layout.slots:
             if self._parameters[slot.index].grad is None:
                 if self.settings.unused_parameters == "none" and self._parameters[slot.index].requires_grad:
                     raise ConfigError(

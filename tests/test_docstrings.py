@@ -26,5 +26,5 @@ def test_the_examples_are_true(name: str, capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_examples_are_found_at_all() -> None:
-    module = importlib.import_module("stratagem.testing.memory")
+    module = importlib.import_module("stratagem.measure.memory")
     assert doctest.testmod(module, optionflags=_OPTIONS).attempted >= 3

@@ -17,20 +17,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from stratagem.measure.memory import ProcessMemory, held_bytes, live_tensor_bytes, peak_rss, process_memory
+    from stratagem.measure.wire import WireBytes, bytes_sent
     from stratagem.testing.faults import Fault, Faults, InjectedFault
     from stratagem.testing.leaks import Leak, no_leaks
-    from stratagem.testing.memory import ProcessMemory, held_bytes, live_tensor_bytes, peak_rss, process_memory
     from stratagem.testing.ranks import HarnessError, RankFailure, RanksFailed, run_ranks
     from stratagem.testing.replicas import assert_replicas_equal, fingerprint
-    from stratagem.testing.wire import WireBytes, bytes_sent
 
 _WHERE = {
-    "faults": ("Fault", "Faults", "InjectedFault"),
-    "leaks": ("Leak", "no_leaks"),
-    "memory": ("ProcessMemory", "held_bytes", "live_tensor_bytes", "peak_rss", "process_memory"),
-    "ranks": ("HarnessError", "RankFailure", "RanksFailed", "run_ranks"),
-    "replicas": ("assert_replicas_equal", "fingerprint"),
-    "wire": ("WireBytes", "bytes_sent"),
+    "stratagem.measure.memory": ("ProcessMemory", "held_bytes", "live_tensor_bytes", "peak_rss", "process_memory"),
+    "stratagem.measure.wire": ("WireBytes", "bytes_sent"),
+    "stratagem.testing.faults": ("Fault", "Faults", "InjectedFault"),
+    "stratagem.testing.leaks": ("Leak", "no_leaks"),
+    "stratagem.testing.ranks": ("HarnessError", "RankFailure", "RanksFailed", "run_ranks"),
+    "stratagem.testing.replicas": ("assert_replicas_equal", "fingerprint"),
 }
 
 __all__ = [
@@ -58,5 +58,5 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     for module, names in _WHERE.items():
         if name in names:
-            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+            return getattr(importlib.import_module(module), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -26,6 +26,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from stratagem.measure.memory import held_bytes, live_tensor_bytes
+from stratagem.measure.wire import WireBytes
 from stratagem.models.causal_lm import CausalLM
 from stratagem.models.gpt import GPT, GPTConfig
 from stratagem.models.optim import OptimizerSettings
@@ -35,8 +37,6 @@ from stratagem.testing.contract.base import ContractBase, on_ranks
 from stratagem.testing.contract.cases import tokens
 from stratagem.testing.contract.runs import Gangs, Run, make_loader, make_trainer
 from stratagem.testing.contract.subject import Build, Subject
-from stratagem.testing.memory import held_bytes, live_tensor_bytes
-from stratagem.testing.wire import WireBytes
 
 _EXACT = 0.005
 """Framing, the agreement on unused parameters and the like may add this much to the formula."""

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from stratagem.testing.memory import held_bytes, live_tensor_bytes, peak_rss, process_memory
+from stratagem.measure.memory import held_bytes, live_tensor_bytes, peak_rss, process_memory
 
 _MIB = 2**20
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from stratagem.testing.wire import WireBytes, bytes_sent
+from stratagem.measure.wire import WireBytes, bytes_sent
 
 _NUM_BYTES = 4 * 2**20
 
@@ -78,7 +78,7 @@ def test_a_connection_that_is_closed_inside_is_an_error() -> None:
 
 
 def test_a_peer_that_does_not_read_is_an_error() -> None:
-    from stratagem.testing import wire
+    from stratagem.measure import wire
 
     one, other = _pair()
     with one, other:

@@ -45,9 +45,10 @@ fix: $(INSTALLED) ## Formats, and mends what can be mended by itself.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED) ## Ratios against the peers, in one run: collectives, then training.
+bench: $(INSTALLED) ## Ratios against the peers: collectives, ring DDP, ZeRO; each in one run.
 	$(BIN)/python examples/bench_collectives.py
 	$(BIN)/python examples/bench_training.py
+	$(BIN)/python examples/bench_zero.py
 
 clean: ## Removes what was built; leaves runs and the virtual environment.
 	rm -rf build dist .typing .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

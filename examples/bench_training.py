@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import statistics
 import time
+import warnings
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -70,10 +72,13 @@ class Batches(CausalLM):
         return self.loss({"input_ids": batch[0], "labels": batch[1]})
 
 
-def train(strategy: str, load: Load, steps: int, devices: int) -> dict[str, Any]:
+def train(strategy: str, load: Load, steps: int, devices: int, module: type[Batches] = Batches) -> dict[str, Any]:
     """One rank's run: its step times in seconds and its peak memory in bytes."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    module = Batches(GPT(CONFIG))
+    model = module(GPT(CONFIG))
+    num_parameters = sum(p.numel() for p in model.parameters())
     tokens = torch.randint(CONFIG.vocab_size, (load.batch * devices * (steps + WARM_UP), load.length + 1))
     data = DataLoader(TensorDataset(tokens[:, :-1], tokens[:, 1:]), batch_size=load.batch)
     clock = StepClock()
@@ -89,8 +94,8 @@ def train(strategy: str, load: Load, steps: int, devices: int) -> dict[str, Any]
         enable_model_summary=False,
     )
     with peak_rss() as peak:
-        trainer.fit(module, data)
-    return {"steps": clock.steps, "peak": peak.num_bytes, "parameters": sum(p.numel() for p in module.parameters())}
+        trainer.fit(model, data)
+    return {"steps": clock.steps, "peak": peak.num_bytes, "parameters": num_parameters}
 
 
 def alone(strategy: str, load: Load, steps: int) -> dict[str, Any]:

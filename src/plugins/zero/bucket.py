@@ -102,6 +102,8 @@ class Bucket:
         # of one backward; kept by `Gradients`
         self.position, self.missing, self.active, self.dirty = 0, 0, True, False
         self.arrived = [False] * len(self.parameters)
+        self.awaited = [False] * len(self.parameters)
+        self.due = [False] * len(self.parameters)  # required a gradient earlier in a window that piles up
         self.hooked = [False] * len(self.parameters)
 
     @property

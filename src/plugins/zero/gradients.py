@@ -20,6 +20,11 @@ Note [unused parameters]: at the end of backward the buckets that never filled l
 missing. One small integer vector then tells everyone which parameters any rank used: the piece of one that nobody used
 keeps `.grad = None` (an optimizer must not decay its weight). The same vector carries which buffers changed.
 
+Note [what is awaited]: what requires a gradient is decided when backward starts, not when the step does, since a step
+may freeze or unfreeze layers. What required one at an earlier micro-batch of a window that piles up is due at the
+window's end, even if it is frozen again by then; that is noted by `requires_grad`, which all ranks see alike, not by
+what arrived.
+
 Note [adding to what was reduced]: a further backward before the optimizer clears its gradients adds its mean to the
 mean that is already owned. So several backward passes per step, and stage 2's accumulation, are right by construction.
 
@@ -76,7 +81,8 @@ class Gradients:
         self._pool = Pool() if transient else None
         self.buckets: list[Bucket] = []
         self._handles: list[RemovableHandle] = []
-        self._reduces, self._pending, self._callback_queued, self._next = True, False, False, 0
+        self._reduces, self._pending, self._started, self._callback_queued = True, False, False, False
+        self._next = 0
         self._in_window = False
         self.num_reductions = 0
         """Backward passes that were reduced, since the start."""
@@ -121,13 +127,15 @@ class Gradients:
     # -- arrivals --------------------------------------------------------------------------------------------------
 
     def _reset(self) -> None:
+        """Nothing has arrived and nothing has left: see Note [what is awaited]."""
         self._next = 0
         self._futures = []
-        self._pending = self._callback_queued = False
+        self._pending = self._started = self._callback_queued = False
         for bucket in self.buckets:
             bucket.arrived = [False] * len(bucket.parameters)
-            bucket.missing = sum(parameter.requires_grad for parameter in bucket.parameters)
-            bucket.active = bucket.missing > 0
+            bucket.awaited = [parameter.requires_grad for parameter in bucket.parameters]
+            bucket.missing = sum(bucket.awaited)
+            bucket.active = bucket.missing > 0 or any(bucket.due)
             if bucket.active:
                 self._prepare(bucket)
 
@@ -139,15 +147,17 @@ class Gradients:
                 "in several nested backward passes (reentrant checkpointing of a shared module). Set overlap: false, "
                 "or checkpoint with use_reentrant=False."
             )
+        if self._reduces and not self._pending:  # a plain loop that has not called `begin`
+            self.begin()
         self._take_in(bucket, index)
         self.on_arrival(parameter)
         if not self._reduces:
             return
-        self._pending = True
+        self._pending = self._started = True
         if not self._callback_queued:  # a plain loss.backward() ends here; a strategy calls finish() itself as well
             self._callback_queued = True
             Variable._execution_engine.queue_callback(self.finish)
-        if not bucket.arrived[index]:
+        if bucket.awaited[index] and not bucket.arrived[index]:
             bucket.arrived[index] = True
             bucket.missing -= 1
             if self._settings.overlap:
@@ -205,8 +215,11 @@ class Gradients:
         """Hands a bucket to the thread, with zeros for what did not come; the module's gradients are gone then."""
         if not bucket.active:
             return
-        for index, parameter in enumerate(bucket.parameters):
-            if parameter.grad is not None:
+        bucket.arrived = [
+            parameter.grad is not None for parameter in bucket.parameters
+        ]  # now, or earlier in the window
+        for index, arrived in enumerate(bucket.arrived):
+            if arrived:
                 self._take_in(bucket, index)
         self._touch(bucket)
         for parameter, view in zip(bucket.parameters, bucket.gradient_views, strict=True):
@@ -240,10 +253,18 @@ class Gradients:
             owned.copy_(mine)
 
     def begin(self) -> None:
-        """A backward is about to run (or ought to). Local."""
-        if not self._pending:
+        """A backward is about to run (or ought to). Local; until a gradient arrives it may be called again."""
+        if not self._started:
+            self._note_window()
             self._reset()
             self._pending = self._reduces
+
+    def _note_window(self) -> None:
+        """See Note [what is awaited]."""
+        if not self._reduces:
+            for bucket in self.buckets:
+                pairs = zip(bucket.due, bucket.parameters, strict=True)
+                bucket.due = [was or parameter.requires_grad for was, parameter in pairs]
 
     def finish(self) -> None:
         """Reduces what is left, waits for all of it, and settles unused parameters and changed buffers.
@@ -257,7 +278,6 @@ class Gradients:
         try:
             for bucket in self.buckets[self._next :]:
                 self._check_promise(bucket)
-                bucket.arrived = [parameter.grad is not None for parameter in bucket.parameters]
                 self._launch(bucket)
             self._next = len(self.buckets)
             flags = self._flags()
@@ -269,6 +289,8 @@ class Gradients:
         finally:
             if self._pool is not None:
                 self._pool.clear()
+            for bucket in self.buckets:
+                bucket.due = [False] * len(bucket.parameters)
             self._reset()
         self.on_finish()
 
@@ -316,6 +338,7 @@ class Gradients:
         self._reduces, self._in_window = not self._piles_up, True
         try:
             yield
+            self._note_window()
         finally:
             self._reduces, self._in_window = before
 

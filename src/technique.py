@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from stratagem.checkpoint.tree import whole
 from stratagem.collectives import Communicator, Traffic
 from stratagem.collectives.communicator import Transport
 from stratagem.errors import ConfigError
@@ -185,8 +186,18 @@ class DataTechnique(Technique):
         return optimizer.state_dict()
 
     def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """The inverse of `optimizer_state`; every rank holds the whole state. All ranks call it."""
-        optimizer.load_state_dict(dict(state))
+        """The inverse of `optimizer_state`; every rank has the whole state, or `Stored`s to read what it needs from.
+        All ranks call it."""
+        optimizer.load_state_dict(whole(state))
+
+    def optimizer_parts(self, optimizer: Optimizer) -> dict[str, Any]:
+        """As `optimizer_state`, with a `Part` for each tensor of which this rank holds only a part; what is no `Part`
+        is equal on all ranks of the world. All ranks call it, and nothing large is sent."""
+        return optimizer.state_dict()
+
+    def module_parts(self, module: nn.Module) -> dict[str, Any]:
+        """As `module_state`, with `Part`s as in `optimizer_parts`. All ranks call it, and nothing large is sent."""
+        return module.state_dict()
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's state as one process would have it, whole, on rank 0 at least. All ranks call it."""

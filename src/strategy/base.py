@@ -22,7 +22,7 @@ gradients, instead of leaving them waiting. (A training step that returns None i
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -36,7 +36,6 @@ from lightning.fabric.utilities.distributed import (
 from lightning.fabric.utilities.seed import reset_seed
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.core.optimizer import LightningOptimizer
-from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.strategies.strategy import TBroadcast
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_only
@@ -48,13 +47,14 @@ from stratagem.mesh import MeshShape
 from stratagem.placement import Placement, clip_by_norm, global_norm
 from stratagem.strategy.launcher import make_launcher
 from stratagem.strategy.loaders import LoaderOrder
+from stratagem.strategy.plain_state import PlainState
 from stratagem.strategy.rendezvous import Rendezvous
 from stratagem.strategy.settings import RunSettings
 from stratagem.strategy.sync_batchnorm import convert_batchnorm, restore_batchnorm
 from stratagem.technique import Context, DataTechnique, Technique
 
 
-class MeshStrategy(ParallelStrategy, ABC):
+class MeshStrategy(PlainState, ABC):
     """Base of every strategy whose techniques live on a mesh.
 
     A subclass says which techniques there are and how the world is divided; it writes nothing that faces Lightning.
@@ -160,6 +160,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         )
         assert self.lightning_module is not None
         self._loaders = LoaderOrder(self, self.lightning_module.trainer, self.run.batch_size)
+        self._join_crew()
 
     @override
     def setup(self, trainer: Trainer) -> None:
@@ -191,6 +192,7 @@ class MeshStrategy(ParallelStrategy, ABC):
     def on_exception(self, exception: BaseException) -> None:
         """Wakes threads that wait for peers; the peers find the connection closed and end too."""
         self._failed = True
+        self._leave_crew(failed=True)
         self._end_techniques()
 
     @override
@@ -199,6 +201,7 @@ class MeshStrategy(ParallelStrategy, ABC):
             if self._loaders is not None:
                 self._loaders.restore()
                 self._loaders = None
+            self._leave_crew(self._failed)
             self._end_techniques()
             if self.model is not None:
                 restore_batchnorm(self.model)
@@ -225,6 +228,7 @@ class MeshStrategy(ParallelStrategy, ABC):
     # -- one step --------------------------------------------------------------------------------------------------
 
     @property
+    @override
     def _data(self) -> DataTechnique | None:
         last = self._techniques[-1] if self._techniques else None
         return last if isinstance(last, DataTechnique) else None
@@ -234,6 +238,7 @@ class MeshStrategy(ParallelStrategy, ABC):
         """The user's own, which need not know whether this rank's batch is only a filler."""
         assert self.context is not None
         assert self._loaders is not None
+        self._resume_randomness()
         self.context.idle = self._loaders.weight() == 0.0
         return super().training_step(*args, **kwargs)
 
@@ -294,53 +299,29 @@ class MeshStrategy(ParallelStrategy, ABC):
 
     def _install_clipping(self) -> None:
         """Lightning leaves clipping to the precision plugin, which would take the norm of what this rank holds."""
-        assert self.context is not None
-        context, plugin, data = self.context, self.precision_plugin, self._data
 
         def clip_grad_by_norm(optimizer: Optimizer, clip_val: float) -> None:
-            tensors = list(plugin.main_params(optimizer))
-            if data is not None:
-                parts = data.norm_parts(tensors)
-            else:
-                parts = [(Placement("", tuple(p.shape)), p.grad) for p in tensors if p.grad is not None]
-            clip_by_norm([gradient for _, gradient in parts], global_norm(parts, context.reduce), clip_val)
+            parts = self._gradient_parts(optimizer)
+            clip_by_norm([gradient for _, gradient in parts], self._norm(parts), clip_val)
 
-        plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
+        self.precision_plugin.clip_grad_by_norm = clip_grad_by_norm  # type: ignore[method-assign]
 
-    # -- state: always what one process would have ------------------------------------------------------------------
+    def gradient_norm(self, optimizer: Optimizer) -> float:
+        """The 2-norm over the whole model of the gradients that `optimizer` will use, as clipping takes it.
 
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Whole, under the indices that the plain optimizer has. Every rank calls it."""
-        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
-        return self._data.optimizer_state(inner) if self._data is not None else super().optimizer_state(inner)
+        Every rank calls it, after backward; it moves one number per set of axes over which gradients are divided.
+        """
+        return float(self._norm(self._gradient_parts(optimizer)))
 
-    @override
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        data = self._data
-        if data is None:
-            super().load_optimizer_state_dict(checkpoint)
-            return
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-            data.load_optimizer_state(optimizer, state)
+    def _gradient_parts(self, optimizer: Optimizer) -> list[tuple[Placement, Tensor]]:
+        tensors = list(self.precision_plugin.main_params(optimizer))
+        if self._data is not None:
+            return self._data.norm_parts(tensors)
+        return [(Placement("", tuple(p.shape)), p.grad) for p in tensors if p.grad is not None]
 
-    @override
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Whole, under the names of the plain module. Every rank calls it."""
-        assert self.lightning_module is not None
-        return (
-            self._data.module_state(self.lightning_module)
-            if self._data is not None
-            else super().lightning_module_state_dict()
-        )
-
-    @override
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        assert self.lightning_module is not None
-        if self._data is None:
-            super().load_model_state_dict(checkpoint, strict)
-        else:
-            self._data.load_module_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
+    def _norm(self, parts: list[tuple[Placement, Tensor]]) -> Tensor:
+        assert self.context is not None
+        return global_norm(parts, self.context.reduce)
 
     # -- talking ---------------------------------------------------------------------------------------------------
 

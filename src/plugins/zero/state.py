@@ -26,7 +26,7 @@ from stratagem.plugins.zero.optimizer import OwnedOptimizer, part_of_state
 MASTER = "stratagem_master"
 """The key of a parameter's exact value."""
 
-_Entry = tuple[str, Any]
+Entry = tuple[str, Any]
 """How a rank describes an entry: ("part", dtype) for a tensor cut like the parameter, ("whole", value) for the rest."""
 
 
@@ -40,13 +40,7 @@ def gather_state(owned_optimizer: OwnedOptimizer, comm: Communicator) -> dict[st
     optimizer = owned_optimizer.optimizer
     everything = optimizer.state_dict()
     groups = everything["param_groups"]
-    mine: dict[int, dict[str, _Entry]] = {}
-    for number, owned, bucket, index in owned_optimizer.owned():
-        entries = {key: _describe(value, owned) for key, value in optimizer.state.get(owned, {}).items()}
-        if bucket.has_master and (entries or bucket.has_moved(index)):
-            entries[MASTER] = ("part", bucket.state_dtype)
-        mine[number] = entries
-    everyone: list[dict[int, dict[str, _Entry]]] = comm.gather_objects(mine)
+    everyone: list[dict[int, dict[str, Entry]]] = comm.gather_objects(describe_entries(owned_optimizer))
     state: dict[int, dict[str, Any]] = {}
     for number, owned, bucket, index in owned_optimizer.owned():
         descriptions = [theirs.get(number, {}) for theirs in everyone]
@@ -63,7 +57,20 @@ def gather_state(owned_optimizer: OwnedOptimizer, comm: Communicator) -> dict[st
     return {"state": state, "param_groups": groups}
 
 
-def _describe(value: Any, owned: OwnedParameter) -> _Entry:
+def describe_entries(owned_optimizer: OwnedOptimizer) -> dict[int, dict[str, Entry]]:
+    """What this rank has of each parameter's state, by the plain index: see `Entry`. Local."""
+    found: dict[int, dict[str, Entry]] = {}
+    for number, owned, bucket, index in owned_optimizer.owned():
+        entries = {
+            key: _describe(value, owned) for key, value in owned_optimizer.optimizer.state.get(owned, {}).items()
+        }
+        if bucket.has_master and (entries or bucket.has_moved(index)):
+            entries[MASTER] = ("part", bucket.state_dtype)
+        found[number] = entries
+    return found
+
+
+def _describe(value: Any, owned: OwnedParameter) -> Entry:
     if isinstance(value, Tensor) and value.dim() and value.shape == owned.shape:
         return "part", value.dtype
     return "whole", value.detach().cpu().clone() if isinstance(value, Tensor) else value

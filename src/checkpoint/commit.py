@@ -1,0 +1,221 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commit: a checkpoint is not there until all of it is there, whenever the machine stops.
+
+    begin     .step=100.ckpt.tmp-k3x9    a folder beside the target, with a lock that dies with its owner
+    (ranks write their files into it, each on disk before it says so)
+    commit    manifest.json, on disk     the last file
+              rename                     one step of the file system: before it there is the old, after it the new
+    sweep     removes folders whose owner died before its rename
+
+So a folder of the target's name with a manifest in it is whole, or was damaged later: `faults` tells, by the sizes and
+checksums that the manifest states. Nothing older is removed before something newer has been committed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import fcntl
+import os
+import secrets
+import shutil
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import final
+
+from stratagem.checkpoint.manifest import MANIFEST, Manifest
+from stratagem.checkpoint.reading import Reader
+from stratagem.errors import CheckpointError
+
+_LOCK = ".lock"
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
+
+
+@final
+class Draft:
+    """A checkpoint that is being written. One rank holds it; the others only write into its folder.
+
+    Args:
+        target: the folder that it will be. Its parent is made if it is not there.
+
+    Raises:
+        CheckpointError: the folder cannot be made, with the system's reason.
+    """
+
+    def __init__(self, target: Path) -> None:
+        self.target = target
+        self.folder = target.parent / f".{target.name}.tmp-{secrets.token_hex(4)}"
+        with reported("made", target):
+            self.folder.mkdir(parents=True)
+            self._lock = open(self.folder / _LOCK, "wb")  # noqa: SIM115  # held as long as the draft
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+    def commit(self, manifest: Manifest) -> None:
+        """Makes it a checkpoint; one of that name that was there is gone afterwards.
+
+        Raises:
+            CheckpointError: the disk is full or the folder was taken away; what was there before is untouched.
+        """
+        with reported("committed", self.target):
+            write_text(self.folder / MANIFEST, manifest.to_json())
+            os.unlink(self.folder / _LOCK)
+            sync_folder(self.folder)
+            replace_folder(self.folder, self.target)
+        self._lock.close()
+
+    def discard(self) -> None:
+        """Gives it up, and what was written."""
+        self._lock.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def reported(what: str, where: Path) -> Iterator[None]:
+    """Turns the system's refusal into an error that says what could not be done, where, and what to do."""
+    try:
+        yield
+    except OSError as error:
+        hints = {
+            errno.ENOSPC: "free some space; checkpoints committed before are untouched",
+            errno.EDQUOT: "free some of the quota; checkpoints committed before are untouched",
+            errno.EROFS: "choose a folder that can be written to",
+            errno.EACCES: "choose a folder that can be written to",
+        }
+        raise CheckpointError(
+            f"the checkpoint cannot be {what}: {error.strerror or error}",
+            where=str(where),
+            do=hints.get(error.errno or 0, ""),
+        ) from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """A small file, on disk when this returns."""
+    with open(path, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts a folder's list of names on disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def replace_folder(new: Path, target: Path) -> None:
+    """Renames a folder to a name that another folder, or file, may have, which is removed then.
+
+    Where the system can exchange two names at once there is no moment without a checkpoint of that name. Elsewhere the
+    old one is moved aside first, under a name that `newest` also looks at.
+    """
+    if not target.exists():
+        os.rename(new, target)
+        sync_folder(target.parent)
+        return
+    if _exchange(new, target):
+        sync_folder(target.parent)
+        _remove(new)
+        return
+    aside = target.parent / f".{target.name}.old-{secrets.token_hex(4)}"
+    os.rename(target, aside)
+    os.rename(new, target)
+    sync_folder(target.parent)
+    _remove(aside)
+
+
+def remove(target: Path) -> None:
+    """Removes a checkpoint such that no half of it keeps its name: first the name, then the files."""
+    if not target.exists():
+        return
+    doomed = target.parent / f".{target.name}.tmp-{secrets.token_hex(4)}"
+    os.rename(target, doomed)
+    _remove(doomed)
+
+
+def sweep(folder: Path) -> list[Path]:
+    """Removes what saves left behind whose process died, in one folder; returns what it removed.
+
+    Drafts of processes that live, of whatever run, hold a lock and are left alone.
+    """
+    removed = []
+    for orphan in folder.glob(".*.tmp-*"):
+        with contextlib.suppress(OSError):
+            lock = orphan / _LOCK
+            if lock.exists():
+                with open(lock, "rb") as file:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where the owner lives
+            _remove(orphan)
+            removed.append(orphan)
+    return removed
+
+
+def faults(folder: Path, share: int = 0, num_shares: int = 1, *, deep: bool = True) -> list[str]:
+    """What is wrong with a checkpoint, one line each; nothing if it is whole.
+
+    Args:
+        folder: of the checkpoint.
+        share: of the files, in order of their names, every `num_shares`-th from this one on is read, so that ranks can
+            share the work; sizes are always compared, of all files.
+        num_shares: see above.
+        deep: read and compare checksums too.
+    """
+    try:
+        manifest = Reader(folder).manifest
+    except CheckpointError as error:
+        return [error.what]
+    found = []
+    for number, (name, file) in enumerate(sorted(manifest.files.items())):
+        path = folder / name
+        try:
+            size = path.stat().st_size
+            if size != file.num_bytes:
+                found.append(f"{name} has {size} bytes, {file.num_bytes} were written")
+            elif deep and number % num_shares == share and checksum(path) != file.crc:
+                found.append(f"{name} was changed: its checksum is another one")
+        except OSError as error:
+            found.append(f"{name} cannot be read: {error.strerror}")
+    return found
+
+
+def checksum(path: Path) -> int:
+    """CRC-32 of a file's bytes."""
+    crc = 0
+    with open(path, "rb") as file:
+        while block := file.read(2**22):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def candidates(folder: Path) -> list[Path]:
+    """Every folder with a manifest, newest first by the step and the time that it states. Looks into `folder` only."""
+    found = []
+    for manifest in [*folder.glob(f"*/{MANIFEST}"), *folder.glob(f".*.old-*/{MANIFEST}")]:
+        if ".tmp-" in manifest.parent.name:
+            continue
+        try:
+            about = Reader(manifest.parent).manifest.about
+        except CheckpointError:
+            about = {}
+        found.append(((about.get("global_step", -1), about.get("created", 0.0)), manifest.parent))
+    return [path for _, path in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Gives two names to each other in one step; False where the system cannot."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if not hasattr(libc, "renameat2"):
+        return False
+    done: int = libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE)
+    return done == 0
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)

@@ -1,0 +1,364 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`FaultTolerantCheckpointIO`: Lightning's checkpoints, written by all ranks and committed by one.
+
+    save      wait for the save before; take the state apart; copy this rank's share aside; training may go on
+    persist   write the share, tell rank 0; rank 0 joins the manifests and commits (in a thread, if `async_save`)
+    settle    at the next save and at the end: whoever failed is known to every rank, and raised on every rank
+    load      newest first: the ranks check the files together, and fall back to an older one, aloud, if one is damaged
+
+Under our strategies every rank writes what it holds; under Lightning's own, where only rank 0 is asked to save, rank 0
+writes all. The files are the same.
+
+Note [one thread talks]: the persisting thread has a communicator of its own, and there is one save in flight at most;
+so ranks meet in it in the same order, whatever the training does meanwhile. A peer that dies ends the wait.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol, final
+
+import torch
+from lightning.fabric.plugins import CheckpointIO
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from typing_extensions import override
+
+from stratagem.checkpoint import commit, dcp, tree
+from stratagem.checkpoint.manifest import MANIFEST, OBJECTS, Manifest, Written
+from stratagem.checkpoint.parts import Part
+from stratagem.checkpoint.reading import Reader
+from stratagem.checkpoint.writing import Choice, Stage, choose, write, write_object
+from stratagem.errors import CheckpointError, ConfigError
+
+Verify = Literal["checksums", "sizes"]
+
+
+class Crew(Protocol):
+    """The ranks that save together; a `Communicator` is one."""
+
+    @property
+    def rank(self) -> int:
+        """This one's number among them."""
+        ...
+
+    @property
+    def size(self) -> int:
+        """How many."""
+        ...
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Everyone's value, on every rank. Collective."""
+        ...
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """Rank `src`'s value. Collective."""
+        ...
+
+
+@final
+class Alone:
+    """A crew of one."""
+
+    rank, size = 0, 1
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """The value."""
+        return [value]
+
+    def broadcast_object(self, value: Any, src: int = 0) -> Any:
+        """The value."""
+        return value
+
+
+@final
+@dataclass
+class _Job:
+    """What one rank has to persist."""
+
+    draft: commit.Draft | None
+    folder: Path
+    choices: Sequence[Choice]
+    objects: Any
+    aliases: Mapping[str, str]
+    about: Mapping[str, Any]
+
+
+class FaultTolerantCheckpointIO(CheckpointIO):
+    """Writes checkpoints that any strategy reads on any number of ranks; see the module's documentation.
+
+    A checkpoint is a folder. Put it into the Trainer's `plugins`.
+
+    Args:
+        async_save: return as soon as the state was copied aside, and write in the background. A failure is raised at
+            the next save or at the end of the run. Needs host memory for one copy of what a rank writes.
+        verify: what is compared before a checkpoint is loaded: `checksums` reads every file once, shared by the ranks;
+            `sizes` does not.
+    """
+
+    def __init__(self, async_save: bool = False, verify: Verify = "checksums") -> None:
+        if verify not in ("checksums", "sizes"):
+            raise ConfigError(f"{verify!r}", where="verify", allowed="checksums, sizes")
+        self._async, self._verify = async_save, verify
+        self._crew: Crew = Alone()
+        self._stage = Stage()
+        self._thread: ThreadPoolExecutor | None = None
+        self._flying: Future[None] | None = None
+        self._doomed: list[Path] = []
+        self._swept: set[Path] = set()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without thread and memory, for launchers that copy a Trainer."""
+        return {"_async": self._async, "_verify": self._verify}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """As new."""
+        self.__init__(state["_async"], state["_verify"])  # type: ignore[misc]
+
+    # -- who saves -------------------------------------------------------------------------------------------------
+
+    def join(self, crew: Crew) -> None:
+        """From here on every rank of the crew calls each method, in the same order."""
+        self._crew = crew
+
+    def leave(self) -> None:
+        """Waits for the save in flight; the crew ends. Collective.
+
+        Raises:
+            CheckpointError: of the save in flight.
+        """
+        try:
+            self.settle()
+        finally:
+            self._crew = Alone()
+            self._end_thread()
+
+    def abandon(self) -> None:
+        """As `leave` on the failing path: waits for nobody. What was not committed is not there."""
+        self._flying, self._crew = None, Alone()
+        if self._thread is not None:
+            self._thread.shutdown(wait=False, cancel_futures=True)
+            self._thread = None
+
+    @override
+    def teardown(self) -> None:
+        self.settle()
+        self._end_thread()
+
+    def _end_thread(self) -> None:
+        if self._thread is not None:
+            self._thread.shutdown(wait=True)
+            self._thread = None
+
+    # -- save ------------------------------------------------------------------------------------------------------
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any | None = None) -> None:
+        """Saves; with `async_save` returns when the state was copied aside.
+
+        Every rank of the crew calls it. Each writes its share of the state, and of what is equal on several ranks only
+        its share of that; nothing is gathered.
+
+        Args:
+            checkpoint: Lightning's, with tensors or `Part`s.
+            path: the folder that the checkpoint will be; one that is there is replaced when the new one is complete.
+            storage_options: none are known.
+
+        Raises:
+            CheckpointError: this save, or the one before it in the background, failed on some rank; on every rank.
+        """
+        if storage_options is not None:
+            raise CheckpointError("there are no storage options", where="save_checkpoint", do="leave them out")
+        target = _local(path)
+        self.settle()
+        job = self._prepare(checkpoint, target)
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._flying = self._thread.submit(self._persist, job)
+        if not self._async:
+            self.settle()
+
+    def settle(self) -> None:
+        """Waits for the save in flight, if there is one, and removes what may go now that it is committed. Collective.
+
+        Raises:
+            CheckpointError: it failed on some rank; on every rank.
+        """
+        flying, self._flying = self._flying, None
+        if flying is not None:
+            flying.result()
+        doomed, self._doomed = self._doomed, []
+        for folder in doomed:
+            commit.remove(folder)
+
+    def _prepare(self, checkpoint: dict[str, Any], target: Path) -> _Job:
+        crew, extra = self._crew, dict(checkpoint.get("stratagem", {}))
+        own = extra.pop("random", None)
+        rest, parts = tree.take_apart(_by_name({**checkpoint, "stratagem": extra}), self._part_of)
+        choices = choose(parts)
+        if self._async:
+            choices = self._stage.take(choices)
+        draft, word = None, ""
+        if crew.rank == 0:
+            try:
+                if target.parent.exists() and target.parent not in self._swept:
+                    self._swept.add(target.parent)
+                    commit.sweep(target.parent)
+                draft = commit.Draft(target)
+                word = str(draft.folder)
+            except CheckpointError as error:
+                word = f"\0{error}"
+        words = crew.gather_objects((word, own))
+        word = words[0][0]
+        if word.startswith("\0"):
+            raise CheckpointError(word[1:])
+        if isinstance(rest, dict):
+            rest["stratagem"]["random"] = [each for _, each in words if each is not None]
+        about = {
+            "global_step": checkpoint.get("global_step", -1),
+            "epoch": checkpoint.get("epoch", -1),
+            "created": time.time(),
+            "ranks": crew.size,
+            "torch": torch.__version__,
+            "lightning": checkpoint.get("pytorch-lightning_version", ""),
+            **{key: value for key, value in extra.items() if isinstance(value, str | int | float)},
+        }
+        return _Job(draft, Path(word), choices, rest, extra.get("aliases", {}), about)
+
+    def _part_of(self, path: tree.Path, tensor: Tensor) -> Part | None:
+        """Replicas of the model's and the optimizers' state share the work; of all else rank 0's counts."""
+        if path[0] in (tree.STATE, tree.OPTIMIZERS):
+            return Part.whole(tensor, copy=self._crew.rank, num_copies=self._crew.size)
+        return Part.whole(tensor) if self._crew.rank == 0 else None
+
+    def _persist(self, job: _Job) -> None:
+        """Collective, on the thread: see Note [one thread talks]."""
+        crew, failure = self._crew, ""
+        written = Written({}, {})
+        try:
+            with commit.reported("written", job.folder):
+                written = write(job.folder, crew.rank, job.choices)
+                if crew.rank == 0:
+                    objects = write_object(job.folder / OBJECTS, job.objects)
+                    written = Written(written.entries, {**written.files, OBJECTS: objects})
+        except Exception as error:
+            failure = f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else str(error)
+        outcomes = crew.gather_objects((written, failure))
+        failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text]
+        if job.draft is not None:
+            try:
+                if not failures:
+                    manifest = Manifest.join([part for part, _ in outcomes], job.aliases, job.about)
+                    dcp.write_metadata(job.folder, manifest)
+                    job.draft.commit(manifest)
+            except Exception as error:
+                failures.append(f"rank 0: {error}")
+            if failures:
+                job.draft.discard()
+        failures = crew.broadcast_object(failures)
+        if failures:
+            raise CheckpointError("; ".join(failures))
+
+    # -- load ------------------------------------------------------------------------------------------------------
+
+    @override
+    def load_checkpoint(
+        self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
+    ) -> dict[str, Any]:
+        """As Lightning's: every tensor whole. A plain `.ckpt` file is read too.
+
+        Raises:
+            CheckpointError: there is no whole checkpoint at the path or before it.
+        """
+        folder = _local(path)
+        if folder.is_file():
+            found: dict[str, Any] = torch.load(folder, map_location=map_location or "cpu", weights_only=weights_only)
+            return found
+        return {key: tree.whole(value) for key, value in self.open_checkpoint(folder, weights_only).items()}
+
+    def open_checkpoint(self, path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """The checkpoint with tensors that are read when they are asked for. Every rank of the crew calls it.
+
+        Raises:
+            CheckpointError: there is no whole checkpoint at the path or before it.
+        """
+        reader = Reader(self._choose(_local(path)))
+        rest = torch.load(reader.folder / OBJECTS, map_location="cpu", weights_only=weights_only)
+        found: dict[str, Any] = tree.put_together(rest, lambda name: tree.Stored(reader, name))
+        if tree.STATE in found:
+            found[tree.STATE] = tree.StoredState(found[tree.STATE])
+        return _by_number(found)
+
+    def _choose(self, folder: Path) -> Path:
+        """The newest whole checkpoint that is not newer than the one asked for; every rank chooses the same."""
+        crew, deep = self._crew, self._verify == "checksums"
+        for candidate in self._agreed(folder):
+            mine = commit.faults(candidate, crew.rank, crew.size, deep=deep)
+            found = list(dict.fromkeys(fault for faults in crew.gather_objects(mine) for fault in faults))
+            if not found:
+                if candidate != folder:
+                    rank_zero_warn(f"Resuming from {candidate} instead.")
+                return candidate
+            rank_zero_warn(f"{candidate} is damaged: {'; '.join(found[:3])}")
+        raise CheckpointError(
+            "there is no whole checkpoint, here or before it",
+            where=str(folder),
+            do="name another one, or start anew",
+        )
+
+    def _agreed(self, folder: Path) -> list[Path]:
+        """What to try, in order: rank 0 looks."""
+        found: list[str] = []
+        if self._crew.rank == 0:
+            ordered = commit.candidates(folder.parent) if folder.parent.is_dir() else []
+            later = ordered.index(folder) + 1 if folder in ordered else 0
+            found = [str(each) for each in (folder, *(each for each in ordered[later:] if each != folder))]
+            if not (folder / MANIFEST).exists() and not folder.exists():
+                found = []
+        return [Path(each) for each in self._crew.broadcast_object(found)]
+
+    @override
+    def remove_checkpoint(self, path: Any) -> None:
+        """Removes a checkpoint, but not before the save in flight is committed."""
+        folder = _local(path)
+        if self._flying is not None and not self._flying.done():
+            self._doomed.append(folder)
+        else:
+            commit.remove(folder)
+
+
+def _local(path: Any) -> Path:
+    text = str(path)
+    if "://" in text and not text.startswith("file://"):
+        raise CheckpointError(
+            "only local folders can be committed in one step", where=text, do="save to a local or mounted folder"
+        )
+    return Path(text.removeprefix("file://"))
+
+
+def _by_name(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The optimizers' state under the names of parameters where they are known: positions change, names do not."""
+    names = checkpoint.get("stratagem", {}).get("optimizer_names")
+    if not names or tree.OPTIMIZERS not in checkpoint:
+        return checkpoint
+    states = [
+        {**state, "state": {known[number]: entry for number, entry in state["state"].items()}}
+        for state, known in zip(checkpoint[tree.OPTIMIZERS], names, strict=True)
+    ]
+    return {**checkpoint, tree.OPTIMIZERS: states}
+
+
+def _by_number(checkpoint: dict[str, Any]) -> dict[str, Any]:
+    """The inverse of `_by_name`."""
+    names = checkpoint.get("stratagem", {}).get("optimizer_names")
+    if not names or tree.OPTIMIZERS not in checkpoint:
+        return checkpoint
+    states = []
+    for state, known in zip(checkpoint[tree.OPTIMIZERS], names, strict=True):
+        numbers = {name: number for number, name in enumerate(known)}
+        states.append({**state, "state": {numbers[name]: entry for name, entry in state["state"].items()}})
+    return {**checkpoint, tree.OPTIMIZERS: states}

@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""State is always what one process would have: how a strategy's state goes into a checkpoint and comes out of it.
+
+With Lightning's own checkpoint plugin the state is put together whole on rank 0. With `FaultTolerantCheckpointIO` every
+rank states the parts that it holds, under the names and shapes of the plain module, and reads back the parts that it
+wants: nothing is whole anywhere.
+
+Note [randomness]: each rank's random state is saved with the rest and set again right before the first training step
+after a resume on as many ranks, since reading the checkpoint and filling the pipeline of data draw numbers too.
+"""
+
+from __future__ import annotations
+
+import random
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ParallelStrategy
+from torch.optim import Optimizer
+from typing_extensions import override
+
+from stratagem.strategy.checkpoint_io import FaultTolerantCheckpointIO
+from stratagem.technique import Context, DataTechnique
+
+EXTRA = "stratagem"
+"""The key of what this package adds to a checkpoint."""
+
+
+class PlainState(ParallelStrategy, ABC):
+    """The part of `MeshStrategy` that saves and loads."""
+
+    context: Context | None = None
+    _random_state: Mapping[str, Any] | None = None
+
+    @property
+    @abstractmethod
+    def _data(self) -> DataTechnique | None:
+        """The technique that owns the gradients."""
+
+    # -- who writes ------------------------------------------------------------------------------------------------
+
+    @property
+    def _by_parts(self) -> FaultTolerantCheckpointIO | None:
+        """The checkpoint plugin, if every rank writes its own part with it."""
+        found = self.checkpoint_io
+        return found if isinstance(found, FaultTolerantCheckpointIO) else None
+
+    def _join_crew(self) -> None:
+        """Opens the communicator of the checkpoint's thread. Collective over the world."""
+        if self._by_parts is not None and self.context is not None:
+            self._by_parts.join(self.context.communicator(*self.context.shape.sizes, lane="checkpoint"))
+
+    def _leave_crew(self, failed: bool) -> None:
+        """Waits for the save in flight, or on the failing path for nobody. Collective if not `failed`."""
+        if self._by_parts is not None:
+            self._by_parts.abandon() if failed else self._by_parts.leave()
+
+    # -- out -------------------------------------------------------------------------------------------------------
+
+    @override
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Under the indices that the plain optimizer has: whole on rank 0, or in parts. Every rank calls it."""
+        inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
+        if self._data is None:
+            return super().optimizer_state(inner)
+        return self._data.optimizer_parts(inner) if self._by_parts else self._data.optimizer_state(inner)
+
+    @override
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Under the names of the plain module: whole on rank 0, or in parts. Every rank calls it."""
+        assert self.lightning_module is not None
+        if self._data is None:
+            return super().lightning_module_state_dict()
+        module = self.lightning_module
+        return self._data.module_parts(module) if self._by_parts else self._data.module_state(module)
+
+    @override
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Every rank calls it; with `FaultTolerantCheckpointIO` every rank writes."""
+        if self._by_parts is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        checkpoint = {**checkpoint, EXTRA: self._extra()}
+        self._by_parts.save_checkpoint(checkpoint, filepath, storage_options)
+
+    def _extra(self) -> dict[str, Any]:
+        assert self.context is not None
+        names = self._data.names if self._data is not None else {}
+        optimizers = [
+            [
+                names.get(id(getattr(parameter, "whole", parameter)), str(number))
+                for number, parameter in enumerate(p for group in optimizer.param_groups for p in group["params"])
+            ]
+            for optimizer in self.optimizers
+        ]
+        return {
+            "strategy": type(self).__name__,
+            "mesh": " ".join(f"{axis}={size}" for axis, size in self.context.shape.sizes.items() if size > 1),
+            "optimizer_names": optimizers,
+            "aliases": {alias: name for name, place in self.context.placements.items() for alias in place.aliases},
+            "random": random_state(),
+        }
+
+    # -- in --------------------------------------------------------------------------------------------------------
+
+    @override
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Every rank calls it; with `FaultTolerantCheckpointIO` each reads what it needs of it, when it needs it."""
+        if self._by_parts is None or not _is_folder(checkpoint_path):
+            return super().load_checkpoint(checkpoint_path, weights_only)
+        checkpoint = self._by_parts.open_checkpoint(checkpoint_path, weights_only)
+        states = checkpoint.get(EXTRA, {}).get("random", [])
+        self._random_state = states[self.global_rank] if len(states) == self.world_size else None
+        return checkpoint
+
+    @override
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        if self._data is None:
+            super().load_optimizer_state_dict(checkpoint)
+            return
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            self._data.load_optimizer_state(optimizer, state)
+
+    @override
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        if self._data is None:
+            super().load_model_state_dict(checkpoint, strict)
+        else:
+            self._data.load_module_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
+
+    def _resume_randomness(self) -> None:
+        """See Note [randomness]."""
+        if self._random_state is not None:
+            set_random_state(self._random_state)
+            self._random_state = None
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every random generator of this process, of types that load with `weights_only`."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    found: dict[str, Any] = {
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(np.asarray(keys).astype(np.int64)), *rest),
+        "torch": torch.get_rng_state(),
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        found["cuda"] = torch.cuda.get_rng_state()
+    return found
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """The inverse of `random_state`."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def _is_folder(path: Any) -> bool:
+    return not Path(str(path)).is_file()

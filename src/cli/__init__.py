@@ -5,8 +5,9 @@
     strategies explain ...        ours: one module of this package each
 
 A new verb is a new module here: its name is the verb, the first line of its docstring is the help, `add_arguments`
-declares its options and `run` does the work and returns the exit code. Modules whose name begins with an underscore are
-no verbs. Only the module of the verb that was asked for is imported.
+declares its options and `run` does the work and returns the exit code. Where it says `TAKES_RUN_OPTIONS = True`, words
+that it does not declare are those of a run, and arrive as `options.run`. Modules whose name begins with an underscore
+are no verbs. Only the module of the verb that was asked for is imported.
 
 Exit codes: 0 it worked; 1 the run failed; 2 something the user wrote is wrong, and one line on stderr says what.
 """
@@ -106,7 +107,12 @@ def _dispatch(words: list[str]) -> int:
         f"stratagem {verb}", description=cast(str, module.__doc__), formatter_class=formatter
     )
     module.add_arguments(parser)
-    return module.run(parser.parse_args(rest))
+    if not getattr(module, "TAKES_RUN_OPTIONS", False):
+        return module.run(parser.parse_args(rest))
+    parser.allow_abbrev = False
+    options, options_of_the_run = parser.parse_known_args(rest)
+    options.run = options_of_the_run
+    return module.run(options)
 
 
 def _report(error: Exception, command: str, show_traceback: bool) -> int:

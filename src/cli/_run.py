@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, final
 
 import torch
 from jsonargparse import ArgumentError, Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.callbacks import BasePredictionWriter
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from typing_extensions import override
@@ -51,13 +52,23 @@ class RunCLI(LightningCLI):
 
     Args:
         words: the command line, verb first.
+        change: if given, nothing is run: `trainer`, `model` and `datamodule` are built for whoever asked, the Trainer
+            from what `change` makes of its arguments.
+        parses_only: nothing is built.
     """
 
-    def __init__(self, words: list[str]) -> None:
+    def __init__(
+        self,
+        words: list[str],
+        *,
+        change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
+        parses_only: bool = False,
+    ) -> None:
+        self._change, self._parses_only = change, parses_only
         quiet: dict[str, Any] = {"exit_on_error": False}
         super().__init__(
             seed_everything_default=1,
-            save_config_callback=SavedConfig,
+            save_config_callback=SavedConfig if change is None else None,
             parser_kwargs={**quiet, **{verb: dict(quiet) for verb in RUN_VERBS}},
             args=words,
         )
@@ -79,10 +90,7 @@ class RunCLI(LightningCLI):
         try:
             self.config = parser.parse_args([verb, *_with_class_path(words)])
         except ArgumentError as error:
-            fault = understand(str(error))
-            place = ".".join(fault.keys).removeprefix(f"{verb}.")
-            what = f"required and absent: {', '.join(fault.missing)}" if fault.missing else fault.what or "unknown key"
-            form = form or ([] if meaning else [ConfigError(what, where=place, allowed=fault.allowed)])
+            form = form or ([] if meaning else [_in_our_words(error, verb)])
         else:
             form = []  # jsonargparse knows a grammar for it that the check does not
         if form or meaning:
@@ -109,12 +117,19 @@ class RunCLI(LightningCLI):
             raise ConfigError(f"this file is no checkpoint ({reason})", where="ckpt_path") from error
 
     @override
+    def _set_seed(self) -> None:
+        if not self._parses_only:
+            super()._set_seed()
+
+    @override
     def instantiate_classes(self) -> None:
         """Build data, model and trainer.
 
         Raises:
             ConfigError: a constructor refused its arguments.
         """
+        if self._parses_only:
+            return
         try:
             super().instantiate_classes()
         except Exception as error:  # constructors of the user's classes may raise anything
@@ -127,6 +142,20 @@ class RunCLI(LightningCLI):
             worded = isinstance(causes[-1], MisconfigurationException)  # Lightning's, addressed to the user
             reason = str(causes[-1]).rstrip(".") if worded else f"{type(causes[-1]).__name__}: {causes[-1]}"
             raise ConfigError(f"the run cannot be built: {reason} (--traceback shows where)") from error
+
+    @override
+    def _instantiate_trainer(self, config: dict[str, Any], callbacks: list[Callback]) -> Trainer:
+        if self._change is not None:
+            written = config.get("callbacks") or []
+            own = written if isinstance(written, list) else [written]
+            config = self._change({**config, "callbacks": [*own, *callbacks]})
+            callbacks = []
+        return super()._instantiate_trainer(config, callbacks)
+
+    @override
+    def _run_subcommand(self, subcommand: str) -> None:
+        if self._change is None and not self._parses_only:
+            super()._run_subcommand(subcommand)
 
     def predict(self, **arguments: Any) -> None:
         """What the verb does in place of `Trainer.predict` alone: it also says what became of the predictions."""
@@ -163,6 +192,31 @@ class SavedConfig(SaveConfigCallback):
         if trainer.is_global_zero and folder is not None and "://" not in folder:
             Path(folder).mkdir(parents=True, exist_ok=True)
             (Path(folder) / self.config_filename).write_text(self.text, encoding="utf-8")
+
+
+def check_words(words: list[str], *, confirm: bool = True) -> list[UserError]:
+    """Every error in the words of a `fit`; builds nothing.
+
+    Args:
+        words: the command line after the verb.
+        confirm: ask LightningCLI's own parser too, which takes a second; where there is a fault of form it is asked in
+            any case, since it has the last word.
+    """
+    form, meaning = config.check(config.read(words), "fit")
+    if confirm or form:
+        try:
+            RunCLI(["fit", *words], parses_only=True)
+        except config.ConfigErrors as errors:
+            return list(errors.errors)
+        return meaning
+    return meaning
+
+
+def _in_our_words(error: ArgumentError, verb: str) -> ConfigError:
+    fault = understand(str(error))
+    place = ".".join(fault.keys).removeprefix(f"{verb}.")
+    what = f"required and absent: {', '.join(fault.missing)}" if fault.missing else fault.what or "unknown key"
+    return ConfigError(what, where=place, allowed=fault.allowed)
 
 
 def _with_class_path(words: list[str]) -> list[str]:

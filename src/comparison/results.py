@@ -23,7 +23,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
 Verdict = Literal["equal", "differs", "other data", "failed"]
-"""`equal`: within the tolerance at every step. `differs`: not. `other data`: it was not given the reference's samples,
+"""`equal`: at every step within the tolerance, or within what rounding alone does to one process (`Reference.twin_loss`
+and `stratagem.comparison.judge`). `differs`: not. `other data`: it was not given the reference's samples,
 so its numbers cannot be compared. `failed`: it ended before its last step."""
 
 
@@ -126,6 +127,11 @@ class Reference:
         step_s: durations of its steps; alone on the machine, so no yardstick for several ranks.
         num_parameters: of the module, tied ones once.
         global_batch: samples per optimizer step.
+        twin_losses: of a second such process, whose parameters began one rounding apart and which is the same in all
+            else: how far rounding alone carries this training. Empty where there was none.
+        twin_loss: how far the twin's losses are from these.
+        twin_gradient_norm: likewise.
+        twin_parameters: likewise the final parameters.
     """
 
     losses: tuple[float, ...]
@@ -133,6 +139,10 @@ class Reference:
     step_s: tuple[float, ...] = ()
     num_parameters: int = 0
     global_batch: int = 0
+    twin_losses: tuple[float, ...] = ()
+    twin_loss: Deviation | None = None
+    twin_gradient_norm: Deviation | None = None
+    twin_parameters: Deviation | None = None
 
 
 @final

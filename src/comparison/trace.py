@@ -1,0 +1,119 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One run as one sequence of optimizer steps, whatever the number of ranks that took them.
+
+Note [one value per data rank]: ranks that read the same samples say the same; of each data rank the lowest rank counts.
+A step's loss is the mean over its samples, so a rank weighs as much as it has of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import final
+
+import torch
+from torch import Tensor
+
+from stratagem.comparison.observation import Sketch
+from stratagem.comparison.protocol import Facts, Observed, Ready
+from stratagem.comparison.results import Deviation
+
+
+@final
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step of a whole run.
+
+    Attributes:
+        loss: mean over the samples of the global batch; None where no rank gave one.
+        gradient_norm: before clipping; None where it cannot be told.
+        samples: of the global batch.
+        samples_hash: which they were, in any order.
+        draws: whether any rank drew random numbers.
+        sketch: of every parameter and buffer, after the step.
+        rank_losses: per data rank.
+    """
+
+    loss: float | None
+    gradient_norm: float | None
+    samples: int
+    samples_hash: int
+    draws: bool = False
+    sketch: Mapping[str, Sketch] = field(default_factory=dict)
+    rank_losses: tuple[float | None, ...] = ()
+
+
+@final
+@dataclass(frozen=True)
+class Trace:
+    """The steps of one run, and what its module is.
+
+    Attributes:
+        steps: in order.
+        facts: the module.
+        num_data_ranks: that shared a global batch.
+        precision: the Trainer's word.
+    """
+
+    steps: tuple[Step, ...]
+    facts: Facts = field(default_factory=Facts)
+    num_data_ranks: int = 1
+    precision: str = "32-true"
+
+
+def trace(ready: Mapping[int, Ready], observed: Iterable[Observed]) -> Trace:
+    """Put together what the ranks saw; a step that not all of them have finished is left out."""
+    if not ready:
+        return Trace(())
+    by_step: dict[int, dict[int, Observed]] = {}
+    for each in observed:
+        by_step.setdefault(each.step, {})[each.rank] = each
+    steps = [_step(seen, ready) for _, seen in sorted(by_step.items()) if len(seen) == len(ready)]
+    first = ready[min(ready)]
+    return Trace(tuple(steps), first.facts, first.num_data_ranks, first.precision)
+
+
+def _step(seen: Mapping[int, Observed], ready: Mapping[int, Ready]) -> Step:
+    speakers: dict[int, Observed] = {}
+    for rank in sorted(seen):
+        speakers.setdefault(ready[rank].data_rank, seen[rank])
+    counted = [(each.loss, each.samples) for each in speakers.values() if each.loss is not None and each.samples]
+    total = sum(samples for _, samples in counted)
+    norms = [each.gradient_norm for _, each in sorted(seen.items()) if each.gradient_norm is not None]
+    return Step(
+        sum(loss * samples for loss, samples in counted) / total if total else None,
+        norms[0] if norms else None,
+        sum(each.samples for each in speakers.values()),
+        sum(each.samples_hash for each in speakers.values()) % 2**64,
+        any(each.draws for each in seen.values()),
+        next((each.sketch for each in seen.values() if each.sketch), {}),
+        tuple(speakers[number].loss for number in sorted(speakers)),
+    )
+
+
+@torch.no_grad()
+def compare_parameters(found: Path, expected: Path) -> Deviation:
+    """How far two state dicts are apart: of each tensor the largest difference over its own largest magnitude.
+
+    One tensor at a time in float64; names that only one side has count as an infinite difference.
+    """
+    mine: dict[str, Tensor] = torch.load(found, mmap=True, map_location="cpu")
+    its: dict[str, Tensor] = torch.load(expected, mmap=True, map_location="cpu")
+    odd = sorted(mine.keys() ^ its.keys())
+    if odd:
+        return Deviation(float("inf"), float("inf"), odd[0])
+    worst = Deviation(0.0, 0.0)
+    for name, value in its.items():
+        if mine[name].shape != value.shape:
+            return Deviation(float("inf"), float("inf"), name)
+        if not value.numel():
+            continue
+        left, right = mine[name].double(), value.double()
+        absolute = float((left - right).abs().max())
+        scale = float(right.abs().max())
+        relative = absolute / scale if scale else (0.0 if absolute == 0 else float("inf"))
+        if not relative <= worst.relative:  # also if it is no number
+            worst = Deviation(relative, max(absolute, worst.absolute), name)
+        worst = Deviation(worst.relative, max(absolute, worst.absolute), worst.where)
+    return worst

@@ -1,5 +1,37 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DeepSpeed's ZeRO behind the face of `zero_1`, `zero_2`, `zero_3`, on CPUs with Gloo too, to compare them side by side."""
+"""DeepSpeed's ZeRO behind the face of `zero_1`, `zero_2`, `zero_3`, on CPUs with Gloo too, for comparing the two.
+
+Use it to check ours against an implementation that many have used for years, or to see what changing over would save.
+The module, the optimizer and the config stay as they are: only the name of the strategy changes.
+
+What differs from `zero_1`, `zero_2`, `zero_3`:
+
+    who steps       the engine owns backward, clipping and the step: one optimizer, clipping by norm, no manual
+                    optimization; what cannot be is refused before the run
+    gradients       are reduced inside backward, in buckets filled as they arrive, and kept as pieces that hang on no
+                    parameter: hooks see no `.grad`, `gradient_norm` gives the norm. Ranks whose branches differ would
+                    add up different parameters: the run ends with an error
+    parameters      a flat float32 copy of this rank's share is stepped and copied back, in float32 runs too, so that
+                    each rank holds `1/N` of the parameters more
+    buffers         are each rank's own after the start
+    bf16-true       has float32 masters; bf16-mixed is autocast, as everywhere; float16 is DeepSpeed's own
+    checkpoints     are DeepSpeed's directories, with a share per rank
+
+What a rank sends for each optimizer step, in bytes of the parameters, with N ranks on Gloo. Torch's Gloo moves a whole
+all-reduce for a reduce-scatter, and DeepSpeed's stage 1 asks for the all-reduce itself:
+
+    stage 1, 2      3 (N-1)/N      all-reduce of the gradients 2, all-gather of the parameters 1
+    stage 3         4 (N-1)/N      all-gather in forward and in backward 2, reduce-scatter 2; with `comparable`
+
+    settings.py     what can be chosen, and DeepSpeed's dictionary
+    strategy.py     the Lightning face
+    host.py         import, process groups, environment
+    precision.py    the Trainer's precision
+    wide.py         float64
+    shards.py       the divided seen whole
+    arrivals.py     do ranks reduce the same?
+    limits.py       what is refused
+"""
 
 from typing import TYPE_CHECKING, Any
 

@@ -8,13 +8,20 @@
 Note [an operator that is never built]: when DeepSpeed opens its world on CPUs it compiles a C++ operator, once per
 rank, for an all-reduce that only its tensor-parallel inference calls. Training never does. It is marked as not
 compatible before the world is opened: no compiler is needed, and no two ranks build the same thing at once.
+
+Note [kernels that are not compiled]: whatever the optimizer, DeepSpeed imports its own Muon, and with it torch's
+compiler, which takes each rank several seconds. The module is imported here with its kernels left as plain functions.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import logging
 import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, final
 
@@ -45,9 +52,6 @@ def load(kind: str) -> Any:
     kept = os.environ.get("DS_ACCELERATOR")
     if kind == "cpu":
         os.environ["DS_ACCELERATOR"] = kind  # read once, when the first import looks for hardware
-    logger = logging.getLogger("DeepSpeed")
-    level = logger.level
-    logger.setLevel(logging.WARNING)
     try:
         import deepspeed
         from deepspeed.accelerator import get_accelerator
@@ -56,8 +60,13 @@ def load(kind: str) -> Any:
             os.environ.pop("DS_ACCELERATOR", None)
         else:
             os.environ["DS_ACCELERATOR"] = kept
-        logger.setLevel(level)
-    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)  # its import has set another level
+    logger = logging.getLogger("DeepSpeed")
+    logger.setLevel(logging.WARNING)
+    logger.addFilter(_is_news)
+    with _uncompiled():
+        importlib.import_module("deepspeed.runtime.zero.muon.muon_optimizer")
+    for stage in ("stage_1_and_2", "stage3"):
+        importlib.import_module(f"deepspeed.runtime.zero.{stage}")
     found = get_accelerator().device_name()
     if found != kind:
         raise ConfigError(
@@ -69,6 +78,26 @@ def load(kind: str) -> Any:
     return deepspeed
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """That an optimizer is not one of DeepSpeed's own is what the user asked for."""
+    return "untested optimizer" not in record.getMessage()
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Within it `torch.compile` leaves functions as they are: see Note [kernels that are not compiled]."""
+
+    def as_it_is(function: Any = None, **_: Any) -> Any:
+        return function if function is not None else lambda decorated: decorated
+
+    compiled = torch.compile
+    torch.compile = as_it_is
+    try:
+        yield
+    finally:
+        torch.compile = compiled
+
+
 @final
 class Host:
     """DeepSpeed's world for one run."""
@@ -76,6 +105,7 @@ class Host:
     def __init__(self) -> None:
         self._owns_group = False
         self._kept: dict[str, str | None] = {}
+        self._quiet: warnings.catch_warnings[None] | None = None
 
     def open(
         self,
@@ -96,6 +126,11 @@ class Host:
             device: the rank's.
         """
         load(device.type)
+        self._quiet = warnings.catch_warnings()
+        self._quiet.__enter__()
+        warnings.filterwarnings(
+            "ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning
+        )  # DeepSpeed's calls
         self._own_environment(environment)
         self._owns_group = not dist.is_initialized()
         if self._owns_group:
@@ -129,6 +164,9 @@ class Host:
                 else:
                     os.environ[name] = value
             self._kept = {}
+            if self._quiet is not None:
+                self._quiet.__exit__()
+                self._quiet = None
 
     def _own_environment(self, environment: ClusterEnvironment) -> None:
         told = {

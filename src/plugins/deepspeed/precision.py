@@ -21,11 +21,10 @@ from typing import TYPE_CHECKING, Any, final
 
 import torch
 from lightning.fabric.plugins.precision.utils import _DtypeContextManager
-from lightning.fabric.utilities.rank_zero import rank_zero_warn
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import DeepSpeedPrecision
 from lightning.pytorch.trainer.connectors import accelerator_connector
-from lightning.pytorch.utilities import GradClipAlgorithmType
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import nn
 from torch.optim import Optimizer
@@ -82,7 +81,7 @@ class EnginePrecision(DeepSpeedPrecision):
             yield
 
     @override
-    def optimizer_step(
+    def optimizer_step(  # type: ignore[override]  # as Lightning's own
         self, optimizer: Steppable, model: LightningModule, closure: Callable[[], Any], **kwargs: Any
     ) -> Any:
         """Lightning's; what the module clips to in its hook is what DeepSpeed's step will clip to."""
@@ -138,7 +137,7 @@ def no_clipping_by_value() -> ConfigError:
 
 def allow_float64() -> None:
     """Lets Lightning build a Trainer with `64-true` for our strategies: see Note [private parts of Lightning]."""
-    accelerator_connector.DeepSpeedPrecision = _plugin_for  # type: ignore[attr-defined,misc,assignment]
+    accelerator_connector.DeepSpeedPrecision = _plugin_for  # type: ignore[attr-defined,assignment]
 
 
 def _plugin_for(precision: Any) -> DeepSpeedPrecision:

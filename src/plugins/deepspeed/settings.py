@@ -8,7 +8,7 @@ is not chosen here a second time; a raw key that would contradict it is refused 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -45,7 +45,7 @@ class DeepSpeedSettings:
         comparable: make stage 3 send what the textbook says, by keeping no parameter fetched beyond its use: every
             module is fetched in forward and again in backward, the smallest too. Without effect on stages 1 and 2.
         offload: `cpu` keeps masters and optimizer state in host memory when the model is on CUDA.
-        config: raw DeepSpeed keys, laid over all the others.
+        config: raw DeepSpeed keys, nested or dotted, laid over all the others.
     """
 
     bucket_mib: float = 25.0
@@ -53,14 +53,14 @@ class DeepSpeedSettings:
     overlap_comm: bool = True
     comparable: bool = False
     offload: Literal["none", "cpu"] = "none"
-    config: dict[str, Any] | None = None
+    config: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("bucket_mib", "gather_mib"):
             if getattr(self, name) <= 0:
                 what = f"{name} is {getattr(self, name)}"
                 raise ConfigError(what, where=f"deepspeed.{name}", allowed="numbers above 0")
-        for key in _paths(self.config or {}):
+        for key in _paths(self.config):
             for decided, remedy in _DECIDED_ELSEWHERE.items():
                 if key == decided or key.startswith(f"{decided}."):
                     raise ConfigError(f"{key} is decided elsewhere", where="deepspeed.config", do=remedy)
@@ -110,7 +110,17 @@ def engine_config(settings: DeepSpeedSettings, stage: int, precision: str) -> di
     }
     if half:
         config[half] = {"enabled": True}
-    return _merged(config, settings.config or {})
+    return _merged(config, _nested(settings.config))
+
+
+def _nested(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys, as a command line has them, as nested ones."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        first, _, rest = key.partition(".")
+        inner = _nested({rest: value}) if rest else _nested(value) if isinstance(value, Mapping) else value
+        found = _merged(found, {first: inner})
+    return found
 
 
 def _merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

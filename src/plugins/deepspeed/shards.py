@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, final
 
 import torch
@@ -12,19 +12,27 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 
-def gradient_pieces(optimizer: Any) -> Iterator[Tensor]:
-    """This rank's pieces of the averaged gradient, between a window's last backward and the step. Local.
+def masters(optimizer: Any) -> list[Tensor]:
+    """The flat tensors that DeepSpeed's optimizer steps, this rank's share of the parameters. Local."""
+    flat = getattr(optimizer, "single_partition_of_fp32_groups", None)  # stages 1 and 2: one per parameter group
+    return list(optimizer.fp32_partitioned_groups_flat if flat is None else flat)
+
+
+def gradient_pieces(optimizer: Any) -> list[list[Tensor]]:
+    """This rank's pieces of the averaged gradient, by tensor that the optimizer steps. Local.
+
+    There from a window's last backward to the step.
 
     Args:
         optimizer: DeepSpeed's, of any stage.
     """
-    masters = getattr(optimizer, "single_partition_of_fp32_groups", None)
-    masters = optimizer.fp32_partitioned_groups_flat if masters is None else masters
-    for number, master in enumerate(masters):
+    found = []
+    for number, master in enumerate(masters(optimizer)):
         pieces = optimizer.averaged_gradients.get(number)
         if pieces is None:  # offloaded: they lie at the masters
             pieces = [] if master.grad is None else [master.grad]
-        yield from pieces
+        found.append(list(pieces))
+    return found
 
 
 def gradient_norm(optimizer: Any) -> float:
@@ -37,7 +45,7 @@ def gradient_norm(optimizer: Any) -> float:
     """
     device = optimizer.device
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for piece in gradient_pieces(optimizer):
+    for piece in (piece for pieces in gradient_pieces(optimizer) for piece in pieces):
         total += torch.linalg.vector_norm(piece.detach(), dtype=torch.float64).square().to(device)
     dist.all_reduce(total)
     return math.sqrt(float(total))
@@ -123,11 +131,8 @@ class PlainModule:
             elif known[1] != parameter.requires_grad:
                 found.append(f"{name} is {'trained' if parameter.requires_grad else 'frozen'} now")
         names = {id(parameter) for parameter in self._module.parameters()}
-        return found + [
-            f"a parameter of shape {tuple(p.shape)} is gone"
-            for i, (p, *_) in self._parameters.items()
-            if i not in names
-        ]
+        gone = [known for known in self._parameters if known not in names]
+        return found + ([f"{len(gone)} parameters are gone"] if gone else [])
 
     def gather(self) -> None:
         """Gives every rank the whole of what stage 3 has divided; `restore` puts it in place. Collective."""

@@ -27,6 +27,7 @@ from typing_extensions import override
 from stratagem.errors import ConfigError, PluginError
 from stratagem.mesh import MeshShape
 from stratagem.plugins.deepspeed import host, limits, shards, wide
+from stratagem.plugins.deepspeed.arrivals import Arrivals
 from stratagem.plugins.deepspeed.precision import EnginePrecision, allow_float64
 from stratagem.plugins.deepspeed.settings import DeepSpeedSettings, engine_config
 from stratagem.strategy.launcher import WarmLauncher, make_launcher
@@ -64,6 +65,7 @@ class DeepSpeedZeroStrategy(DeepSpeedStrategy, ABC):
         self._context: Context | None = None
         self._loaders: LoaderOrder | None = None
         self._plain: shards.PlainModule | None = None
+        self._arrivals: Arrivals | None = None
         self._failed = False
         allow_float64()
 
@@ -106,9 +108,10 @@ class DeepSpeedZeroStrategy(DeepSpeedStrategy, ABC):
         self._failed = False
         backend = self.run.backend or _get_default_process_group_backend_for_device(self.root_device)
         self._process_group_backend = backend
-        self._host.open(self.cluster_environment, backend, timeout=self.run.timeout, device=self.root_device)
+        timeout = self._timeout or self.run.timeout
+        self._host.open(self.cluster_environment, backend, timeout=timeout, device=self.root_device)
         shape = MeshShape.fit(self.world_size, fill="dp_shard")
-        self._context = Context(shape, self.global_rank, self.root_device, timeout=self.run.timeout)
+        self._context = Context(shape, self.global_rank, self.root_device, timeout=timeout)
         self._loaders = LoaderOrder(self, self.lightning_module.trainer, self.run.batch_size)
 
     @override
@@ -153,6 +156,7 @@ class DeepSpeedZeroStrategy(DeepSpeedStrategy, ABC):
         assert isinstance(model, LightningModule)
         optimizers, self.lr_scheduler_configs = _init_optimizers_and_lr_schedulers(model)
         optimizer = limits.the_optimizer(optimizers, model)
+        self._arrivals = Arrivals(model)
         is_wide = self.precision_plugin.precision == "64-true"
         with wide.float64_masters() if is_wide else nullcontext():
             self.model, stepped = self._engine(model, optimizer, self.config)
@@ -200,6 +204,9 @@ class DeepSpeedZeroStrategy(DeepSpeedStrategy, ABC):
     def _end_engine(self) -> None:
         engine, module, plain = self.model, self.lightning_module, self._plain
         self._plain = None
+        if self._arrivals is not None:
+            self._arrivals.close()
+            self._arrivals = None
         if plain is None or module is None:
             return
         if engine is not module:
@@ -255,6 +262,8 @@ class DeepSpeedZeroStrategy(DeepSpeedStrategy, ABC):
         weight = self._loaders.weight()
         loss = self.precision_plugin.pre_backward(closure_loss if weight == 1.0 else closure_loss * weight, module)
         self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+        assert self._arrivals is not None
+        self._arrivals.check()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

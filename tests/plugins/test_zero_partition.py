@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from stratagem.buckets import pack
+from stratagem.plugins.zero import Zero1, Zero3, ZeroSettings
 from stratagem.plugins.zero.partition import Cut, cut, pack_by_key
+from tests.plugins import zero_cases
 
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
 parameters = st.lists(st.tuples(st.integers(0, 40), dtypes), max_size=12).map(
@@ -90,3 +92,17 @@ def test_keys_keep_parameters_apart_and_launch_order_is_that_of_backward() -> No
     buckets = pack_by_key(found, ["a", "b", "a", "b", "a", "b"], cap_bytes=16)
     assert [[slot.index for slot in bucket.slots] for bucket in buckets] == [[5, 3], [4, 2], [1], [0]]
     assert sum(math.prod(slot.size) for bucket in buckets for slot in bucket.slots) == 12
+
+
+@pytest.mark.ranks(3)
+@pytest.mark.parametrize("stage", [Zero1, Zero3])
+def test_blocks_that_are_cut_one_by_one_even_each_other_out(stage: type) -> None:
+    """Stage 3 cuts block by block, and each cut began as if nobody owned anything: with one matrix per block rank 0
+    owned the whole model. What is cut later now evens out what was cut before."""
+    module = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(6)))
+    zero, here = stage(ZeroSettings(partition="parameter", persistence_threshold=0)), zero_cases.context()
+    zero.apply(module, here)
+    zero.attach([torch.optim.SGD(module.parameters(), lr=0.1)])
+    assert sum(stop - start for bucket in zero._buckets for start, stop in [bucket.span]) == 2 * 64
+    zero.close()
+    here.close()

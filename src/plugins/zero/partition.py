@@ -120,7 +120,13 @@ def pack_by_key(
     return tuple(sorted(packed, key=lambda bucket: -bucket.slots[-1].index))
 
 
-def cut(layouts: Sequence[BucketLayout], num_ranks: int, *, how: Literal["flat", "parameter"]) -> tuple[Cut, ...]:
+def cut(
+    layouts: Sequence[BucketLayout],
+    num_ranks: int,
+    *,
+    how: Literal["flat", "parameter"],
+    loads: list[int] | None = None,
+) -> tuple[Cut, ...]:
     """Cuts every bucket into `num_ranks` slices; the same on all ranks.
 
     Args:
@@ -128,6 +134,7 @@ def cut(layouts: Sequence[BucketLayout], num_ranks: int, *, how: Literal["flat",
         num_ranks: slices per bucket.
         how: `flat`: slices of a bucket differ by one element at most. `parameter`: no parameter is cut, and each bucket
             is divided such that the rank that owns most so far, in bytes, owns as little as possible.
+        loads: bytes that each rank owns so far; updated, so that what is cut later evens out what was cut before.
 
     Example:
         >>> import torch
@@ -137,11 +144,11 @@ def cut(layouts: Sequence[BucketLayout], num_ranks: int, *, how: Literal["flat",
     """
     if how == "flat":
         return tuple(Cut(layout, chunk_bounds(layout.numel, num_ranks)) for layout in layouts)
-    loads = [0] * num_ranks
+    loads = [0] * num_ranks if loads is None else loads
     cuts = []
     for layout in layouts:
         bounds = _between_parameters(layout, loads)
-        loads = [
+        loads[:] = [
             load + (stop - start) * layout.dtype.itemsize for load, (start, stop) in zip(loads, bounds, strict=True)
         ]
         cuts.append(Cut(layout, bounds))

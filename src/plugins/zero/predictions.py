@@ -24,25 +24,32 @@ def wire_bytes(
 ) -> dict[str, float]:
     """Bytes that this rank sends per optimizer step, by axis. Local.
 
+    Around a ring, a reduce-scatter sends every slice but the rank's own, and an all-gather every slice but the right
+    neighbour's. With `partition: flat` slices are equal and both are `(N-1)/N` of the bucket; with `parameter` they are
+    not, and ranks send different amounts, which are `(N-1)/N` in the mean.
+
     Args:
         gathers: every bucket, and how often per step its parameters are gathered.
         lane: over the axes.
         settings: for the wires.
         num_reductions: how often per step gradients are reduced.
     """
-    n, r = lane.shard.size, lane.replicate.size
+    n, r, rank = lane.shard.size, lane.replicate.size, lane.shard.rank
     shard = replicate = 0.0
     for bucket, num_gathers in gathers:
         dtype = bucket.cut.layout.dtype
+        slices = [stop - start for start, stop in bucket.cut.bounds]
+        others, passed_on = slices[:rank] + slices[rank + 1 :], slices[:]
+        del passed_on[(rank + 1) % n]
+        gathered = wire_format(dtype, op=None, wire=parameter_wire(bucket, settings), n=n)
+        if bucket.is_trained or bucket.values is None:  # frozen ones that are elsewhere are fetched like any other
+            shard += num_gathers * sum(map(gathered.num_bytes, passed_on))
         if not bucket.is_trained:
-            if bucket.values is None:  # elsewhere: fetched like any other
-                shard += num_gathers * bucket.cut.layout.num_bytes
             continue
         reduced = wire_format(dtype, op=Op.MEAN, wire=Wire(settings.gradient_wire), n=n)
-        gathered = wire_format(dtype, op=None, wire=parameter_wire(bucket, settings), n=n)
-        shard += num_reductions * reduced.num_bytes(bucket.numel) + num_gathers * gathered.num_bytes(bucket.numel)
-        replicate += num_reductions * reduced.num_bytes(bucket.span[1] - bucket.span[0])
-    found = {lane.shard.axis: (n - 1) / n * shard}
+        shard += num_reductions * sum(map(reduced.num_bytes, others))
+        replicate += num_reductions * reduced.num_bytes(slices[rank])
+    found = {lane.shard.axis: shard}
     return found if r == 1 else {**found, lane.replicate.axis: 2 * (r - 1) / r * replicate}
 
 

@@ -88,6 +88,7 @@ class Zero(DataTechnique, ABC):
         self._known = set(self.names)
         self._lane = Lane(context, "gradients")
         self._lanes = [self._lane]
+        self._loads = [0] * self._lane.shard.size
         sizes = context.shape.sizes
         self._shard_axes = tuple(axis for axis in SHARD_AXES if sizes[axis] > 1)
         data_axes = tuple(axis for axis in ("dp_replicate", *SHARD_AXES) if sizes[axis] > 1)
@@ -176,7 +177,7 @@ class Zero(DataTechnique, ABC):
                 wants_master=rounds and each.layout.dtype.is_floating_point and not divided,
                 master_device=device,
             )
-            for each in cut(layouts, shard.size, how=self.settings.partition)
+            for each in cut(layouts, shard.size, how=self.settings.partition, loads=self._loads)
         ]
         for bucket in buckets:
             self._adopt_values(bucket, divided=divided)
@@ -244,8 +245,8 @@ class Zero(DataTechnique, ABC):
     def _after_step(self, optimizer: OwnedOptimizer) -> None:
         """Sends every rank the slices that the others have stepped. Collective over the shard axes."""
         self._settle()
-        self._window = max(self._gradients.num_reductions - self._reduced, 1)
-        self._reduced = self._gradients.num_reductions
+        reduced = self._gradients.num_reductions
+        self._window, self._reduced = max(reduced - self._reduced, 1), reduced
         used = {id(bucket) for bucket, index in optimizer.places.values() if bucket.used[index]}
         stepped = [bucket for bucket in optimizer.buckets[::-1] if id(bucket) in used]  # first needed, first gathered
         futures = []
@@ -265,8 +266,7 @@ class Zero(DataTechnique, ABC):
         else:
             for future in futures:
                 future.result()
-        changed = [parameter for bucket in stepped for parameter in bucket.parameters]
-        torch.autograd.graph.increment_version(changed)
+        torch.autograd.graph.increment_version([parameter for bucket in stepped for parameter in bucket.parameters])
 
     def _after_clear(self, optimizer: OwnedOptimizer, set_to_none: bool) -> None:
         self._gradients.clear(optimizer.places.values(), set_to_none=set_to_none)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from stratagem.testing.contract.base import ContractBase, on_ranks, unless_refused
 from stratagem.testing.contract.cases import CASES, Case
-from stratagem.testing.contract.runs import Gangs, Record, Run, reference, train
+from stratagem.testing.contract.runs import STEPS, Gangs, Record, Run, reference, train
 from stratagem.testing.contract.subject import Subject
 
 DDP = Subject(strategy="ddp_find_unused_parameters_true", replicated=())
@@ -195,6 +195,8 @@ def assert_replicas(many: Sequence[Record], kinds: Iterable[str], *, what: str) 
     for rank, record in enumerate(many):
         first = next(n for n, other in enumerate(many) if other.model_part == record.model_part)
         keys = dict.fromkeys([*many[first].digests, *record.digests])
+        if not (STEPS in many[first].digests and STEPS in record.digests):
+            keys.pop(STEPS, None)  # a rank that owns nothing of what is divided has stepped nothing
         other = [k for k in keys if k.startswith(prefixes) and many[first].digests.get(k) != record.digests.get(k)]
         assert not other, (
             f"{what}: rank {rank} is no replica of rank {first}: {', '.join(other[:5])} ({len(other)} in all)"

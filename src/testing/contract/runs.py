@@ -42,6 +42,9 @@ _AS_USUAL = Build()
 EPOCHS = 2
 """Every run crosses an epoch's end, and what an uneven last batch did shows in the steps after it."""
 
+STEPS = "optimizer steps"
+"""Under which digest the step counts of divided optimizer state are kept."""
+
 
 @final
 @dataclass(frozen=True, kw_only=True)
@@ -304,7 +307,7 @@ def replicated_digests(trainer: Trainer, module: LightningModule) -> dict[str, s
                     divided.append(f"optimizer {number} group {index} {owner} ")
                     steps |= {float(value) for key, value in optimizer.state[tensor].items() if key == "step"}
     kept = {key: value for key, value in _digests(module, trainer.optimizers) if not key.startswith(tuple(divided))}
-    return {**kept, "optimizer steps": repr(sorted(steps))} if steps else kept
+    return {**kept, STEPS: repr(sorted(steps))} if steps else kept
 
 
 def is_divided(trainer: Trainer, names: Mapping[int, str], tensor: Tensor) -> bool:

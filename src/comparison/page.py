@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import datetime
 import math
+import re
 import shlex
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,14 +21,15 @@ import jinja2
 from markupsafe import Markup, escape
 from plotly.offline import get_plotlyjs
 
-from stratagem.comparison import page_bars, page_curves
+from stratagem.comparison import page_bars, page_curves, page_differences
 from stratagem.comparison import page_words as words
+from stratagem.comparison.judge import HEADROOM
 from stratagem.comparison.page_style import Figure, colour
 from stratagem.comparison.results import Comparison, Contender, Deviation, Place
 
 _FIGURES: dict[str, Callable[[Comparison], Figure]] = {
     "losses": page_curves.losses,
-    "differences": page_curves.differences,
+    "differences": page_differences.differences,
     "time": page_bars.step_time,
     "memory": page_bars.memory,
     "wire": page_bars.wire,
@@ -52,6 +54,9 @@ def render(comparison: Comparison) -> str:
         facts=_facts(comparison),
         bests=_bests(comparison),
         rows=[_row(index, contender, comparison) for index, contender in enumerate(comparison.contenders)],
+        twin=dict(words.twin(comparison.reference)),
+        relative=words.relative,
+        headroom=f"{HEADROOM:g}",
         never_left=[one.name for one in comparison.contenders if one.verdict == "equal"],
         figures=figures,
         json={name: Markup(figure.to_json()) for name, figure in figures.items()},
@@ -61,8 +66,8 @@ def render(comparison: Comparison) -> str:
 
 
 def _breakable(text: str) -> Markup:
-    """A parameter's long name may be broken after its dots."""
-    return Markup("<wbr>").join(escape(part) for part in text.replace(".", ".\0").split("\0"))
+    """A long name may be broken after its dots and underscores."""
+    return Markup("<wbr>").join(escape(part) for part in re.split(r"(?<=[._])", text))
 
 
 def _facts(comparison: Comparison) -> list[tuple[str, str]]:
@@ -200,10 +205,14 @@ def _numbers(contender: Contender) -> list[tuple[str, str, str]]:
     ]
     return [
         *((name, words.relative(deviation), _where(deviation, contender)) for name, deviation in deviations),
-        ("step", words.seconds(contender.median_s), "" if spread is None else f"± {words.seconds(spread)}"),
+        (
+            "step",
+            words.seconds(contender.median_s),
+            "" if spread is None else f"± {words.seconds(spread)}".replace(" ", "\u00a0"),
+        ),
         ("ratio", words.NONE if ratio is None else words.ratio(ratio) + words.TIMES, ""),
-        ("sent per rank, step", words.num_bytes(sent.num_bytes if sent else None), _of_formula(sent)),
-        ("held per rank", words.num_bytes(held.num_bytes if held else None), _of_formula(held)),
+        ("sent by a rank, per step", words.num_bytes(sent.num_bytes if sent else None), _of_formula(sent)),
+        ("held by a rank", words.num_bytes(held.num_bytes if held else None), _of_formula(held)),
         ("peak", words.num_bytes(contender.peak_bytes), ""),
         ("start-up", words.seconds(contender.startup_s), ""),
     ]
@@ -217,9 +226,10 @@ def _where(deviation: Deviation | None, contender: Contender) -> str:
 def _of_formula(total: words.Total | None) -> str:
     if total is None:
         return ""
-    return "no formula" if total.ratio is None else f"{total.ratio:.2f} of formula"
+    return "no formula" if total.ratio is None else f"{words.ratio(total.ratio)} of formula"
 
 
 def _command(comparison: Comparison) -> str:
     names = ",".join(contender.name for contender in comparison.contenders)
-    return shlex.join(["stratagem", "compare", *comparison.config, "--strategies", names])
+    options = ["--strategies", names, "--steps", str(comparison.steps), "--tolerance", f"{comparison.tolerance:g}"]
+    return shlex.join(["stratagem", "compare", *comparison.config, *options, "--baseline", comparison.baseline])

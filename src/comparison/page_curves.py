@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The curves of a comparison: losses laid over each other, and what separates them from the reference.
+"""The loss curves of a comparison, laid over each other.
 
 Curves that coincide would hide each other. The reference is a broad pale band; every strategy that the eye cannot tell
 from it draws its own share of each dash period, so that together they make one rope of all colours; the others are
@@ -12,17 +12,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, final
 
 import plotly.graph_objects as go
 
-from stratagem.comparison import page_words as words
 from stratagem.comparison.page_style import (
-    ALARM,
-    MUTED,
     REFERENCE,
-    SYMBOLS,
     Figure,
     Key,
     absent,
@@ -32,9 +26,8 @@ from stratagem.comparison.page_style import (
     step_axis,
     text,
 )
-from stratagem.comparison.results import Comparison, Contender
+from stratagem.comparison.results import Comparison
 
-_TINY = 1e-30  # below it a reference value divides nothing
 _MAX_EXCESS = 1.0  # how far a departing curve may stretch the axis, in spans of the reference's curve
 _EYE = 0.008  # of the axis: what is closer than that the eye does not tell apart
 
@@ -148,184 +141,6 @@ def _loss_range(comparison: Comparison) -> tuple[float, float, bool]:
     shown_high = min(max(every), high + _MAX_EXCESS * span)
     margin = 0.06 * ((shown_high - shown_low) or span)
     return shown_low - margin, shown_high + margin, min(every) < shown_low or max(every) > shown_high
-
-
-def differences(comparison: Comparison) -> Figure:
-    """Relative differences of loss and gradient norm from the reference, per step, on a log scale.
-
-    A zero has no place on such a scale, and neither has what is no number: they are drawn in two bands of their own
-    below and above, one lane per strategy.
-    """
-    panels = [
-        [_apart(contender.losses, comparison.reference.losses) for contender in comparison.contenders],
-        [_apart(contender.gradient_norms, comparison.reference.gradient_norms) for contender in comparison.contenders],
-    ]
-    scale = _scale([value for panel in panels for series in panel for _, value in series], comparison.tolerance)
-    chart = go.Figure()
-    for number, panel in enumerate(panels):
-        for index, series in enumerate(panel):
-            if series:
-                _add_difference(chart, comparison, index, series, number, scale)
-    vertical = axis(range=[scale.bottom, scale.top], tickvals=scale.ticks, ticktext=scale.labels)
-    chart.update_layout(
-        layout(
-            hovermode="x unified",
-            margin={"l": 92, "r": 20, "t": 40, "b": 46},
-            xaxis=step_axis(comparison, domain=[0, 0.485]),
-            xaxis2=step_axis(comparison, domain=[0.515, 1], anchor="y2", matches="x"),
-            yaxis=vertical | {"title_text": "relative difference"},
-            yaxis2=vertical | {"matches": "y", "anchor": "x2", "showticklabels": False},
-            shapes=_bands(comparison, scale),
-            annotations=_titles(comparison, scale),
-        )
-    )
-    missing = [index for index in range(len(comparison.contenders)) if not panels[0][index] and not panels[1][index]]
-    return Figure(
-        chart,
-        400,
-        (Key(f"tolerance {comparison.tolerance:g}", ALARM, "dash"),),
-        absent(comparison, missing, "steps to compare"),
-    )
-
-
-@final
-@dataclass(frozen=True)
-class _Scale:
-    """The vertical axis of the differences, in powers of ten.
-
-    Attributes:
-        low: upper end of the band in which zeros are drawn.
-        high: lower end of the band for what is no number.
-        band: the height of such a band.
-        has_numberless: whether the upper band is there.
-    """
-
-    low: float
-    high: float
-    band: float
-    has_numberless: bool
-
-    @property
-    def bottom(self) -> float:
-        return self.low - self.band
-
-    @property
-    def top(self) -> float:
-        return self.high + (self.band if self.has_numberless else 0.0)
-
-    @property
-    def _decades(self) -> list[int]:
-        stride = max(1, round((self.high - self.low) / 7))
-        return [decade for decade in range(math.ceil(self.low), math.floor(self.high) + 1, stride) if decade > self.low]
-
-    @property
-    def ticks(self) -> list[float]:
-        above = [self.high + self.band / 2] if self.has_numberless else []
-        return [self.low - self.band / 2, *self._decades, *above]
-
-    @property
-    def labels(self) -> list[str]:
-        return ["exact", *(f"1e{at}" for at in self._decades), *(["no number"] if self.has_numberless else [])]
-
-
-def _scale(values: Sequence[float], tolerance: float) -> _Scale:
-    seen = [math.log10(value) for value in [*values, tolerance] if value > 0 and math.isfinite(value)]
-    low, high = math.floor(min(seen, default=-7)) - 0.3, max(seen, default=-5) + 0.5
-    return _Scale(low, high, max(0.8, (high - low) * 0.1), any(not math.isfinite(value) for value in values))
-
-
-def _apart(found: Sequence[float | None], expected: Sequence[float | None]) -> list[tuple[int, float]]:
-    """Steps and relative differences; `inf` where one of the two is no number and the other one is."""
-    apart = []
-    for step, (one, other) in enumerate(zip(found, expected, strict=False)):
-        if one is None or other is None:
-            continue
-        if one == other or (math.isnan(one) and math.isnan(other)):
-            apart.append((step, 0.0))
-        elif math.isfinite(one) and math.isfinite(other):
-            apart.append((step, abs(one - other) / max(abs(other), _TINY)))
-        else:
-            apart.append((step, math.inf))
-    return apart
-
-
-def _add_difference(
-    chart: go.Figure,
-    comparison: Comparison,
-    index: int,
-    series: Sequence[tuple[int, float]],
-    panel: int,
-    scale: _Scale,
-) -> None:
-    lane = scale.band * (0.1 + 0.8 * (index + 0.5) / len(comparison.contenders))
-    x: list[int | None] = []
-    y: list[float | None] = []
-    said: list[str] = []
-    bands: list[int] = []
-    for step, value in series:
-        band = -1 if value == 0 else 0 if math.isfinite(value) else 1
-        if bands and bands[-1] != band:  # no line between a band and the scale
-            x, y, said = [*x, None], [*y, None], [*said, ""]
-        bands.append(band)
-        x.append(step)
-        y.append((scale.bottom + lane, math.log10(value) if band == 0 else 0.0, scale.high + lane)[band + 1])
-        said.append(("exact", words.relative(value), "no number on one side")[band + 1])
-    chart.add_scatter(
-        x=x,
-        y=y,
-        xaxis=("x", "x2")[panel],
-        yaxis=("y", "y2")[panel],
-        mode="lines+markers",
-        line={"color": colour(index), "width": 1.4},
-        marker={"symbol": SYMBOLS[index % len(SYMBOLS)], "size": 4 if len(series) > 1 else 9, "color": colour(index)},
-        name=text(comparison.contenders[index].name),
-        meta=index,
-        customdata=said,
-        hovertemplate="%{customdata}",
-    )
-
-
-def _bands(comparison: Comparison, scale: _Scale) -> list[dict[str, Any]]:
-    shapes: list[dict[str, Any]] = []
-    tolerance = math.log10(comparison.tolerance) if comparison.tolerance > 0 else scale.low
-    for horizontal, vertical in (("x domain", "y"), ("x2 domain", "y2")):
-        here = {"xref": horizontal, "yref": vertical, "x0": 0, "x1": 1}
-        band = {"type": "rect", "layer": "below", "line": {"width": 0}}
-        shapes.append(here | band | {"y0": scale.bottom, "y1": scale.low, "fillcolor": "#eef6f1"})
-        if scale.has_numberless:
-            shapes.append(here | band | {"y0": scale.high, "y1": scale.top, "fillcolor": "#fbeceb"})
-        line = {"color": ALARM, "width": 1.5, "dash": "dash"}
-        shapes.append(here | {"type": "line", "y0": tolerance, "y1": tolerance, "line": line})
-        for step in _departures(comparison):
-            shapes.append(
-                {"type": "line", "xref": horizontal.split()[0], "yref": f"{vertical} domain", "x0": step, "x1": step}
-                | {"y0": 0, "y1": 1, "line": {"color": MUTED, "width": 1, "dash": "dot"}, "layer": "below"}
-            )
-    return shapes
-
-
-def _departures(comparison: Comparison) -> dict[int, list[Contender]]:
-    steps: dict[int, list[Contender]] = {}
-    for contender in comparison.contenders:
-        if contender.departure is not None and contender.verdict == "differs":
-            steps.setdefault(contender.departure.step, []).append(contender)
-    return steps
-
-
-def _titles(comparison: Comparison, scale: _Scale) -> list[dict[str, Any]]:
-    plain: dict[str, Any] = {"showarrow": False, "xanchor": "left", "yanchor": "bottom"}
-    titles = [
-        plain | {"xref": "x domain", "yref": "y domain", "x": 0, "y": 1, "yshift": 4, "text": "<b>loss</b>"},
-        plain | {"xref": "x2 domain", "yref": "y2 domain", "x": 0, "y": 1, "yshift": 4, "text": "<b>gradient norm</b>"},
-    ]
-    for step, contenders in _departures(comparison).items():
-        names = text(", ".join(contender.name for contender in contenders))
-        titles.append(
-            plain
-            | {"xref": "x", "yref": "y", "x": step, "y": scale.low, "xshift": 3}
-            | {"text": f"{names} leaves", "font": {"size": 11, "color": MUTED}}
-        )
-    return titles
 
 
 def _finite(value: float) -> float | None:

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import final
 
-from stratagem.comparison.results import Comparison, Contender, Deviation, Held, Sent, Verdict
+from stratagem.comparison.results import Comparison, Contender, Deviation, Held, Reference, Sent, Verdict
 
 NONE = "-"
 """What stands where there is no number."""
@@ -241,7 +241,6 @@ def verdict(comparison: Comparison) -> str:
     """The whole comparison in one sentence.
 
     Example:
-        >>> from stratagem.comparison.results import Reference
         >>> ddp = Contender("ddp", "", "equal")
         >>> verdict(Comparison((), 2, 50, "32-true", 1e-5, "ddp", Reference((), ()), (ddp,)))
         'The only strategy, ddp, equals one process within 1e-05 over 50 steps.'
@@ -249,7 +248,8 @@ def verdict(comparison: Comparison) -> str:
     contenders = comparison.contenders
     num_equal = sum(contender.verdict == "equal" for contender in contenders)
     steps = f"{comparison.steps} step{'' if comparison.steps == 1 else 's'}"
-    within = f"one process within {comparison.tolerance:g} over {steps}"
+    rounding = ", or within what rounding alone does," if beyond(comparison) else ""
+    within = f"one process within {comparison.tolerance:g}{rounding} over {steps}"
     if not contenders:
         return "No strategy was compared."
     if num_equal == len(contenders) == 1:
@@ -261,6 +261,23 @@ def verdict(comparison: Comparison) -> str:
         return f"The only strategy does not equal {within}: {rest}."
     count = "None" if not num_equal else str(num_equal)
     return f"{count} of {len(contenders)} strategies equal{'s' if num_equal == 1 else ''} {within}: {rest}."
+
+
+def beyond(comparison: Comparison) -> bool:
+    """Whether a strategy is `equal` only because rounding alone carries one process further than the tolerance."""
+    equal = [contender for contender in comparison.contenders if contender.verdict == "equal"]
+    found = [off for contender in equal for off in (contender.loss, contender.gradient_norm, contender.parameters)]
+    return any(off is not None and off.relative > comparison.tolerance for off in found)
+
+
+def twin(reference: Reference) -> list[tuple[str, Deviation]]:
+    """How far rounding alone carries one process, by quantity; empty where no twin ran."""
+    found = {
+        "loss": reference.twin_loss,
+        "gradient norm": reference.twin_gradient_norm,
+        "final parameters": reference.twin_parameters,
+    }
+    return [(name, off) for name, off in found.items() if off is not None]
 
 
 def _others(contenders: Sequence[Contender], kind: Verdict) -> str:

@@ -60,7 +60,11 @@ def show(comparison: Comparison, console: Console) -> None:
         tables = [_table(comparison, [name, *parity]), _table(comparison, [name, *cost])]
     for table in tables:
         console.print(table)
-    console.print(Text(f"\n{_LEGEND}\n", "dim"))
+    console.print(Text(f"\n{_LEGEND}", "dim"))
+    twin = [f"{name} {words.relative(off)}" for name, off in words.twin(comparison.reference)]
+    if twin:
+        console.print(Text(f"Rounding alone carries one process as far as this: {', '.join(twin)}.", "dim"))
+    console.print()
     for contender in comparison.contenders:
         if contender.verdict != "equal":
             _explain(contender, console)

@@ -19,8 +19,8 @@ NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"
 _COMMANDS, _ANSWERS = 3, 4  # the descriptors that Chromium reads commands from and writes answers to
 # Chromium wants these two numbers, and in this process they may be taken: a small parent puts the pipes there.
 _PARENT = f"""\
-import os, sys
-commands, answers = (os.dup(int(number)) for number in sys.argv[1:3])
+import fcntl, os, sys
+commands, answers = (fcntl.fcntl(int(number), fcntl.F_DUPFD, 10) for number in sys.argv[1:3])
 os.dup2(commands, {_COMMANDS}), os.dup2(answers, {_ANSWERS})
 os.execv(sys.argv[3], sys.argv[3:])"""
 

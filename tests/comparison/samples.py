@@ -56,6 +56,13 @@ REFERENCE = Reference(
     step_s=(0.61,) * 10,
     num_parameters=NUM_PARAMETERS,
     global_batch=16,
+    twin_losses=tuple(
+        2.2 + 3.4 * math.exp(-step / 14) + 0.05 * math.sin(2.1 * step) + 1.2e-7 * 1.09**step * math.sin(4.4 * step)
+        for step in range(STEPS)
+    ),
+    twin_loss=Deviation(3.1e-6, 7.6e-6, "step 48"),
+    twin_gradient_norm=Deviation(2.2e-5, 1.8e-5, "step 47"),
+    twin_parameters=Deviation(4.0e-5, 1e-6, "transformer.blocks.0.attention.qkv.weight"),
 )
 
 
@@ -100,7 +107,7 @@ def contender(name: str, *, noise: float = 2e-7, seed: int = 0) -> Contender:
 def comparison(*contenders: Contender, reference: Reference = REFERENCE, steps: int = STEPS) -> Comparison:
     """These contenders on one config."""
     return Comparison(
-        config=("configs/gpt_tiny.yaml", "--model.init_args.optimizer.lr=0.001"),
+        config=("--config", "configs/gpt_tiny.yaml", "--model.init_args.optimizer.lr=0.001"),
         ranks=2,
         steps=steps,
         precision="32-true",

@@ -86,7 +86,7 @@ class RunCLI(LightningCLI):
             self.config = parser.parse_args(args)  # prints and ends
             return
         settings = config.read(words)
-        form, meaning = config.check(settings, verb)
+        form, meaning = config.check(settings, verb) if self._change is None else ([], [])  # who changes has checked
         try:
             self.config = parser.parse_args([verb, *_with_class_path(words)])
         except ArgumentError as error:

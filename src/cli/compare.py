@@ -150,9 +150,9 @@ def _check(contenders: list[Contestant], baseline: str, files: list[Path | None]
 def _about(contestant: Contestant) -> str:
     """The first line of what the strategy says about itself."""
     trainer = config.read(contestant.words).values.get("trainer")
-    named = trainer.get("strategy") if isinstance(trainer, dict) else None
-    if isinstance(named, dict):
-        return f"{named.get('class_path')}, from {contestant.overlay or 'the config'}"
+    named: Any = trainer.get("strategy") if isinstance(trainer, dict) else None
+    if not isinstance(named, str):
+        return f"{(named or {}).get('class_path')}, from {contestant.overlay or 'the config'}"
     ours = strategies()
     theirs: Any = dict(StrategyRegistry).get(str(named).lower(), {})  # its `get` would build the strategy
     cls: Any = ours[named].load() if named in ours else theirs.get("strategy")

@@ -10,7 +10,7 @@ from typing import final
 
 from stratagem.comparison import causes
 from stratagem.comparison.contender import Candidate
-from stratagem.comparison.judge import Allowed, allowed, curves, judge, tolerance_for
+from stratagem.comparison.judge import Allowed, allowed, curves, judge, strict_steps, tolerance_for
 from stratagem.comparison.protocol import Timed
 from stratagem.comparison.results import Contender, Held, Place, Reference, Sent
 from stratagem.comparison.running import Running
@@ -64,6 +64,7 @@ def reference(running: Running, twin: Running, tolerance: float | None) -> Expec
             differences["loss"].worst(),
             differences["gradient norm"].worst(),
             final,
+            strict_steps(other, found, tolerance),
         ),
     )
 
@@ -98,6 +99,7 @@ def contender(candidate: Candidate, running: Running, expected: Expected, steps:
             Place(rank, dict(ready.coordinates), ready.data_rank, ready.parameters)
             for rank, ready in sorted(running.ready.items())
         ),
+        strict_steps=strict_steps(found, expected.trace, expected.tolerance),
     )
 
 
@@ -127,7 +129,7 @@ def _sent(turns: Sequence[Sequence[Timed]]) -> tuple[Sent, ...]:
 
 def _held(turns: Sequence[Sequence[Timed]]) -> tuple[Held, ...]:
     every = [timed for turn in turns for timed in turn if timed.held]
-    kinds = dict.fromkeys(kind for timed in every for kind in timed.held)
+    kinds = dict.fromkeys(kind for timed in every for kind, size in timed.held.items() if size)  # 0: kept out of sight
     found = []
     for kind in kinds:
         largest = max(every, key=lambda timed: timed.held.get(kind, 0))  # used at once

@@ -107,6 +107,7 @@ def compare(
             where="the contenders",
             allowed="at least one strategy, each once, and a baseline among them",
         )
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a process with a pool of threads cannot be forked safely
     obstacle = fork_obstacle(1)
     if obstacle is not None:
@@ -116,10 +117,11 @@ def compare(
         arena = _Arena(folder, options, say)
         try:
             arena.run(candidates, alone or candidates[0])
-            expected = reference(*arena.alone, options.tolerance)
+            expected = reference(arena.alone[0], arena.alone[1], options.tolerance)
             found = [contender(each, arena.running[each.name], expected, options.steps) for each in candidates]
         finally:
             arena.close()
+            torch.set_num_threads(num_threads)
     medians = {each.name: each.median_s for each in found}
     found = [_with_ratio(each, medians[baseline]) for each in found]
     return Comparison(
@@ -153,6 +155,7 @@ class _Arena:
         for candidate in candidates:
             running = self._start(candidate)
             self.running[candidate.name] = running
+            running.await_ready()
             if self._options.sequential:
                 self._observe(running)
                 for _ in range(self._options.rounds):
@@ -192,6 +195,8 @@ class _Arena:
             candidate = Candidate(name, alone.build)
             self.alone.append(self._start(candidate, stands_for=ranks, mode=mode, nudged=nudged))
         self._say(f"one process, and its twin: {self._options.steps} steps")
+        for running in self.alone:
+            running.await_ready()
         for running in self.alone:
             running.begin(Turn("observe", self._options.steps))
         for running in self.alone:

@@ -131,6 +131,18 @@ def curves(found: Trace, expected: Trace) -> dict[Quantity, Curve]:
     }
 
 
+def strict_steps(found: Trace, expected: Trace, tolerance: float) -> int:
+    """Steps from the first on in which every quantity is within the tolerance itself."""
+    differences = curves(found, expected).values()
+    off = [
+        step
+        for each in differences
+        for step, value in enumerate(each.relative)
+        if value is not None and value > tolerance
+    ]
+    return min(off, default=min(len(found.steps), len(expected.steps)))
+
+
 def judge(found: Trace, expected: Trace, final: Deviation | None, limit: Allowed, *, failed: bool) -> Judgement:
     """The verdict on a contender.
 

@@ -132,6 +132,8 @@ class Reference:
         twin_loss: how far the twin's losses are from these.
         twin_gradient_norm: likewise.
         twin_parameters: likewise the final parameters.
+        twin_strict_steps: steps from the first on in which all of it stayed within the tolerance; beyond them nobody can
+            be held to the tolerance.
     """
 
     losses: tuple[float, ...]
@@ -143,6 +145,7 @@ class Reference:
     twin_loss: Deviation | None = None
     twin_gradient_norm: Deviation | None = None
     twin_parameters: Deviation | None = None
+    twin_strict_steps: int = 0
 
 
 @final
@@ -168,6 +171,8 @@ class Contender:
         held: bytes held.
         peak_bytes: the largest growth of a rank's resident memory from its start on.
         layout: its ranks.
+        strict_steps: steps from the first on in which losses, gradient norms and parameters stayed within the tolerance
+            itself, whatever rounding does later.
     """
 
     name: str
@@ -187,6 +192,7 @@ class Contender:
     held: tuple[Held, ...] = ()
     peak_bytes: int | None = None
     layout: tuple[Place, ...] = ()
+    strict_steps: int = 0
 
     @property
     def median_s(self) -> float | None:

@@ -37,7 +37,7 @@ _TO_END = 40.0  # seconds: what hooks and teardown may take, of this process and
 
 @final
 class Running:
-    """One contender's process; `start`, then `turn` as often as wanted, then `stop`, and `close` whatever happens.
+    """One contender's process; `start` and `await_ready`, then `turn` as often as wanted, then `stop`, and `close` whatever happens.
 
     Args:
         name: of the contender.
@@ -62,6 +62,7 @@ class Running:
         self.startup_s: float | None = None
         self.error = ""
         self._has_final = self._ended = False
+        self._began = 0.0
         self._ranks: dict[int, Connection] = {}
         self._strangers: list[Connection] = []
         self._paused: set[int] = set()
@@ -74,15 +75,12 @@ class Running:
 
     # -- life ------------------------------------------------------------------------------------------------------
 
-    def start(self, body: Callable[[], None], others: Iterable[Running]) -> bool:
-        """Fork the process, and wait until all of its ranks stand before their first step.
+    def start(self, body: Callable[[], None], others: Iterable[Running]) -> None:
+        """Fork the process.
 
         Args:
             body: its work.
             others: contenders that run already; the new process lets go of their sockets.
-
-        Returns:
-            Whether they do.
         """
         parent, context = os.getpid(), multiprocessing.get_context("fork")
         ours, theirs = context.Pipe()
@@ -96,14 +94,17 @@ class Running:
             Rank(0, theirs, self._stacks).main(lambda rank, message: body(), parent)
 
         self._pipe, self._process = ours, context.Process(target=main, name=self.name)
-        began = time.monotonic()
+        self._began = time.monotonic()
         with warnings.catch_warnings():  # of threads in this process; see `stratagem.strategy.fork_safety`
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
         theirs.close()
         ours.send(None)
+
+    def await_ready(self) -> bool:
+        """Wait until all of its ranks stand before their first step; returns whether they do."""
         if self._collect(lambda: bool(self.ready) and len(self.ready) == self._num_ranks()):
-            self.startup_s = max(ready.at for ready in self.ready.values()) - began
+            self.startup_s = max(ready.at for ready in self.ready.values()) - self._began
         return self.alive
 
     def turn(self, turn: Turn) -> bool:

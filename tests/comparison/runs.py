@@ -1,0 +1,82 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What is compared in these tests: a small regression, and candidates that are right, wrong, or do not live long."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer, seed_everything
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from stratagem.comparison.contender import Built, Candidate, Change
+
+RANKS, PER_RANK, ACCUMULATE = 2, 4, 2
+
+
+class Regression(LightningModule):
+    """Two layers; `act` is called before the training step of `step` on rank 1.
+
+    Args:
+        act: what goes wrong.
+        step: the number of the batch.
+        dropout: probability.
+        batch_norm: whether a layer normalises over the batch.
+    """
+
+    def __init__(
+        self, act: Callable[[], Any] = lambda: None, step: int = -1, dropout: float = 0.0, batch_norm: bool = False
+    ) -> None:
+        super().__init__()
+        norm = nn.BatchNorm1d(16) if batch_norm else nn.Identity()
+        self.net = nn.Sequential(nn.Linear(8, 16), norm, nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 3))
+        self.act, self.step, self.seen = act, step, 0
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        if self.seen == self.step and self.global_rank == 1:
+            self.act()
+        self.seen += 1
+        return nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
+
+
+def candidate(
+    name: str, strategy: str | Callable[[], Strategy] | None = None, per_rank: int = PER_RANK, **module: Any
+) -> Candidate:
+    """A candidate of that name; `strategy` where it is not registered, `module` for `Regression`."""
+    return Candidate(name, functools.partial(_build, strategy or name, per_rank, module), f"about {name}")
+
+
+def _build(strategy: str | Callable[[], Strategy], per_rank: int, module: dict[str, Any], change: Change) -> Built:
+    seed_everything(3, verbose=False)
+    arguments = {
+        "accelerator": "cpu",
+        "devices": RANKS,
+        "strategy": strategy if isinstance(strategy, str) else strategy(),
+        "precision": "64-true",
+        "accumulate_grad_batches": ACCUMULATE,
+        "gradient_clip_val": 0.3,
+    }
+    trainer = Trainer(**change(arguments))
+    generator = torch.Generator().manual_seed(5)
+    rows = torch.randn(96, 8, generator=generator, dtype=torch.float64)
+    data = TensorDataset(rows, rows[:, :3] * torch.linspace(0.5, 4.0, 96, dtype=torch.float64)[:, None])
+    return Built(trainer, Regression(**module), {"train_dataloaders": DataLoader(data, per_rank, shuffle=True)})
+
+
+def fail() -> None:
+    """A bug in somebody's code."""
+    raise ValueError("the third batch is cursed")
+
+
+def die() -> None:
+    """As the system kills a process that is out of memory."""
+    os.kill(os.getpid(), signal.SIGKILL)

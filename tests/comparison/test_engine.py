@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whole comparisons: right strategies are equal, planted faults are found where they are, who dies harms nobody."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from stratagem.comparison.engine import Options, compare
+from stratagem.comparison.results import Comparison, Contender
+from stratagem.errors import ConfigError
+from tests.comparison.runs import candidate, die, fail
+from tests.contract.wrong import NormOfItsOwnPart, OneParameterForgotten, SameShareEverywhere, SumInsteadOfMean
+
+STEPS = 8  # more than an epoch, which has 6
+
+
+def children() -> set[str]:
+    """Processes of this one that still live, zombies among them."""
+    found = set()
+    for task in Path("/proc/self/task").iterdir():
+        found |= set((task / "children").read_text().split())
+    return found
+
+
+def by_name(comparison: Comparison) -> dict[str, Contender]:
+    return {contender.name: contender for contender in comparison.contenders}
+
+
+def test_right_strategies_equal_one_process_and_are_measured() -> None:
+    """Shuffled data, accumulation and clipping, over the end of an epoch, in float64."""
+    before = children()
+    said: list[str] = []
+    names = ["ring_ddp", "zero_3", "ddp"]
+    options = Options(steps=STEPS, rounds=2, turn=3)
+    found = compare([candidate(name) for name in names], options, config=["a.yaml"], say=said.append)
+
+    assert found.passed, [(each.name, each.reasons) for each in found.contenders]
+    assert (found.ranks, found.precision, found.tolerance, found.baseline) == (2, "64-true", 1e-10, "ddp")
+    assert found.reference.global_batch == 16
+    assert found.reference.twin_strict_steps == STEPS
+    assert len(set(found.reference.losses)) == STEPS
+    num_bytes = found.reference.num_parameters * 8
+    assert num_bytes == (9 * 16 + 17 * 3) * 8
+    for each in found.contenders:
+        assert each.loss is not None and each.loss.relative < 1e-12
+        assert each.gradient_norm is not None and each.gradient_norm.relative < 1e-12
+        assert each.parameters is not None and each.parameters.relative < 1e-11
+        assert each.strict_steps == len(each.losses) == STEPS
+        assert len(each.step_s) == 2 * 3 and min(each.step_s) > 0
+        assert each.startup_s is not None and each.startup_s > 0
+        assert each.peak_bytes is not None and each.peak_bytes > 0
+        assert [place.data_rank for place in each.layout] == [0, 1]
+        assert each.about == f"about {each.name}"
+    ring, zero, ddp = found.contenders
+    assert ddp.ratio == 1.0
+    assert (ring.sent[0].axis, ddp.sent[0].axis, ddp.sent[0].source) == ("dp_replicate", "world", "kernel")
+    for each in found.contenders[:2]:
+        assert each.sent[0].formula is not None
+        assert each.sent[0].num_bytes == pytest.approx(each.sent[0].formula, rel=0.2)  # small model: votes count
+        assert {held.kind for held in each.held} == {"parameters", "gradients", "optimizer"}
+    held, shared = ({kind.kind: kind.num_bytes for kind in each.held} for each in (ring, zero))
+    assert held["optimizer"] == held["gradients"] == num_bytes  # the momentum
+    assert shared["optimizer"] < 0.6 * num_bytes
+    assert all(place.parameters == found.reference.num_parameters for place in ring.layout)
+    assert json.loads(found.to_json())["contenders"][1]["verdict"] == "equal"
+    assert any("round 2" in text for text in said)
+    assert children() == before
+
+
+def test_faults_are_found_where_they_are_and_who_dies_harms_nobody() -> None:
+    """The faults of `tests/contract/wrong.py`, other data, another global batch, and two deaths, beside one that is
+    right."""
+    before, descriptors = children(), len(os.listdir("/proc/self/fd"))
+    found = by_name(
+        compare(
+            [
+                candidate("ring_ddp"),
+                candidate("sum", SumInsteadOfMean),
+                candidate("forgotten", OneParameterForgotten),
+                candidate("own_norm", NormOfItsOwnPart),
+                candidate("same_share", SameShareEverywhere),
+                candidate("other_batch", "ring_ddp", per_rank=2),
+                candidate("raises", "zero_1", act=fail, step=5),
+                candidate("killed", "ddp", act=die, step=7),
+            ],
+            Options(steps=5, rounds=0),
+        )
+    )
+    assert found["ring_ddp"].verdict == "equal", found["ring_ddp"].reasons
+    assert {name: each.verdict for name, each in found.items() if name != "ring_ddp"} == {
+        "sum": "differs",
+        "forgotten": "differs",
+        "own_norm": "differs",
+        "same_share": "other data",
+        "other_batch": "other data",
+        "raises": "failed",
+        "killed": "failed",
+    }
+    where = {name: each.departure for name, each in found.items()}
+    summed, forgotten, own = where["sum"], where["forgotten"], where["own_norm"]
+    assert summed is not None and (summed.step, summed.quantity) == (0, "gradient norm")
+    assert "2 times the reference's on 2 ranks" in " ".join(found["sum"].reasons)
+    assert forgotten is not None and (forgotten.step, forgotten.quantity) == (0, "gradient norm")
+    assert own is not None and (own.step, own.quantity) == (0, "parameters")
+    assert own.parameter.startswith("net.") and own.parameter in " ".join(found["own_norm"].reasons)
+    assert "clipping" in " ".join(found["own_norm"].reasons)
+    share, batch = where["same_share"], where["other_batch"]
+    assert share is not None and (share.step, share.quantity) == (0, "samples")
+    assert batch is not None and batch.quantity == "samples"
+    assert "8 samples" in " ".join(found["other_batch"].reasons) and "16" in " ".join(found["other_batch"].reasons)
+    raises, killed = found["raises"], found["killed"]
+    assert "rank 1 of 2" in raises.reasons[0] and "the third batch is cursed" in raises.reasons[0]
+    assert "rank 1 of 2" in killed.reasons[0] and "SIGKILL" in killed.reasons[0]
+    assert (len(raises.losses), len(killed.losses)) == (2, 3)
+    assert raises.departure is None and raises.strict_steps == 2  # what it did was right
+    assert children() == before
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_one_after_the_other_and_what_depends_on_the_batch_is_named() -> None:
+    """`sequential`, with dropout and with a batch norm that sees only its rank's samples."""
+    options = Options(steps=3, rounds=1, turn=1, sequential=True)
+    (dropout,) = compare([candidate("ring_ddp", dropout=0.5)], options).contenders
+    assert (dropout.verdict, len(dropout.step_s)) == ("differs", 1)
+    assert "random numbers" in " ".join(dropout.reasons)
+    (norm,) = compare([candidate("ddp", batch_norm=True)], options).contenders
+    assert norm.verdict == "differs"
+    assert "net.1 normalises" in " ".join(norm.reasons)
+
+
+def test_what_cannot_be_compared_is_said_before_anything_starts() -> None:
+    for candidates, options in (
+        ([], Options()),
+        ([candidate("ddp"), candidate("ddp")], Options()),
+        ([candidate("ddp")], Options(baseline="zero_1")),
+    ):
+        with pytest.raises(ConfigError, match="at least one strategy, each once"):
+            compare(candidates, options)
+    with pytest.raises(ConfigError, match="--steps: got 0"):
+        Options(steps=0)

@@ -45,6 +45,8 @@ def send_float64(optimizer: Any, scaled_norm: Callable[[], float]) -> None:
     """
     optimizer.communication_data_type = torch.float64
     (bucket,) = optimizer.ipg_buckets.values()
+    if isinstance(getattr(bucket, "buffer", None), Tensor):  # stage 3 has made room already
+        bucket.buffer = bucket.buffer.to(torch.float64)
     optimizer.ipg_buckets = {torch.float64: bucket}
     optimizer.low_precision_master_weights_and_grads = False  # what is not float32 is taken for less
 

@@ -67,6 +67,11 @@ def _why(found: Trace, expected: Trace, departure: Departure) -> Iterator[str]:
             f"{found.facts.batch_norms[0]} normalises by the statistics of a rank's own samples: "
             "trainer.sync_batchnorm: true takes those of all ranks."
         )
+    if found.precision.startswith("64") and _is_single(departure):
+        yield (
+            "The difference is of the size of float32's rounding: part of the module may compute in float32 whatever "
+            "the precision is."
+        )
     if departure.quantity == "gradient norm":
         yield from _ratio(departure, ranks)
         if mine.loss is not None:
@@ -79,6 +84,13 @@ def _why(found: Trace, expected: Trace, departure: Departure) -> Iterator[str]:
         )
     elif departure.step == 0:
         yield "It is off before any optimizer step: other initial parameters, or another loss for the same samples."
+
+
+def _is_single(departure: Departure) -> bool:
+    """Whether the difference is what float32 would make of equal numbers."""
+    if not (isinstance(departure.found, float) and isinstance(departure.expected, float) and departure.expected):
+        return False
+    return 1e-10 < abs(departure.found / departure.expected - 1) < 1e-5
 
 
 def _ratio(departure: Departure, ranks: int) -> Iterator[str]:

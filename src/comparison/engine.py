@@ -59,7 +59,7 @@ class Options:
 
     steps: int = 50
     rounds: int = 3
-    turn: int = 5
+    turn: int = 4
     tolerance: float | None = None
     baseline: str | None = None
     sequential: bool = False

@@ -27,7 +27,7 @@ from stratagem.comparison.observation import Sketch
 from stratagem.comparison.results import Departure, Deviation, Verdict
 from stratagem.comparison.trace import Trace
 
-HEADROOM = 20.0
+HEADROOM = 10.0
 """How much further than the reference's twin a contender may drift; see Note [what rounding does]."""
 
 _TOLERANCES = {"64": 1e-10, "32": 1e-5, "bf16": 1e-2, "16": 2e-3}

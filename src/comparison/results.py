@@ -132,8 +132,8 @@ class Reference:
         twin_loss: how far the twin's losses are from these.
         twin_gradient_norm: likewise.
         twin_parameters: likewise the final parameters.
-        twin_strict_steps: steps from the first on in which all of it stayed within the tolerance; beyond them nobody can
-            be held to the tolerance.
+        twin_strict_steps: steps from the first on in which all of it stayed within the tolerance; beyond them nobody
+            can be held to the tolerance.
     """
 
     losses: tuple[float, ...]

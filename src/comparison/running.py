@@ -37,7 +37,7 @@ _TO_END = 40.0  # seconds: what hooks and teardown may take, of this process and
 
 @final
 class Running:
-    """One contender's process; `start` and `await_ready`, then `turn` as often as wanted, then `stop`, and `close` whatever happens.
+    """One contender's process: `start`, `await_ready`, `turn` as often as wanted, `stop`; and `close`, always.
 
     Args:
         name: of the contender.

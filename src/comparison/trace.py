@@ -7,6 +7,7 @@ A step's loss is the mean over its samples, so a rank weighs as much as it has o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,8 @@ from torch import Tensor
 from stratagem.comparison.observation import Sketch
 from stratagem.comparison.protocol import Facts, Observed, Ready
 from stratagem.comparison.results import Deviation
+
+_SMALL = 1e-3  # of the largest parameter
 
 
 @final
@@ -94,26 +97,33 @@ def _step(seen: Mapping[int, Observed], ready: Mapping[int, Ready]) -> Step:
 
 @torch.no_grad()
 def compare_parameters(found: Path, expected: Path) -> Deviation:
-    """How far two state dicts are apart: of each tensor the largest difference over its own largest magnitude.
+    """How far two state dicts are apart, of each tensor the largest difference over its own largest magnitude.
 
-    One tensor at a time in float64; names that only one side has count as an infinite difference.
+    In float64, one tensor at a time; a magnitude counts as no less than 0.1 % of the largest one of all. Names that
+    only one side has, other shapes, and what is no number on one side are an infinite difference.
     """
     mine: dict[str, Tensor] = torch.load(found, mmap=True, map_location="cpu")
     its: dict[str, Tensor] = torch.load(expected, mmap=True, map_location="cpu")
     odd = sorted(mine.keys() ^ its.keys())
+    odd += [name for name, value in its.items() if name in mine and mine[name].shape != value.shape]
     if odd:
-        return Deviation(float("inf"), float("inf"), odd[0])
-    worst = Deviation(0.0, 0.0)
+        return Deviation(math.inf, math.inf, odd[0])
+    scales = {name: _magnitude(value) for name, value in its.items()}
+    floor = _SMALL * max((scales[name] for name, value in its.items() if value.is_floating_point()), default=0.0)
+    relative, absolute, where = 0.0, 0.0, ""
     for name, value in its.items():
-        if mine[name].shape != value.shape:
-            return Deviation(float("inf"), float("inf"), name)
-        if not value.numel():
-            continue
         left, right = mine[name].double(), value.double()
-        absolute = float((left - right).abs().max())
-        scale = float(right.abs().max())
-        relative = absolute / scale if scale else (0.0 if absolute == 0 else float("inf"))
-        if not relative <= worst.relative:  # also if it is no number
-            worst = Deviation(relative, max(absolute, worst.absolute), name)
-        worst = Deviation(worst.relative, max(absolute, worst.absolute), worst.where)
-    return worst
+        same = (left == right) | (left.isnan() & right.isnan())
+        off = float(torch.where(same, 0.0, (left - right).abs().nan_to_num(math.inf)).max()) if value.numel() else 0.0
+        over = off / max(scales[name], floor) if off and max(scales[name], floor) > 0 else (math.inf if off else 0.0)
+        absolute = max(absolute, off)
+        if over > relative:
+            relative, where = over, name
+    return Deviation(relative, absolute, where)
+
+
+def _magnitude(tensor: Tensor) -> float:
+    """The largest finite magnitude."""
+    values = tensor.double().abs()
+    values = values[values.isfinite()]
+    return float(values.max()) if values.numel() else 0.0

@@ -46,13 +46,19 @@ def test_right_strategies_equal_one_process_and_are_measured() -> None:
     num_bytes = found.reference.num_parameters * 8
     assert num_bytes == (9 * 16 + 17 * 3) * 8
     for each in found.contenders:
-        assert each.loss is not None and each.loss.relative < 1e-12
-        assert each.gradient_norm is not None and each.gradient_norm.relative < 1e-12
-        assert each.parameters is not None and each.parameters.relative < 1e-11
+        assert each.loss is not None
+        assert each.loss.relative < 1e-12
+        assert each.gradient_norm is not None
+        assert each.gradient_norm.relative < 1e-12
+        assert each.parameters is not None
+        assert each.parameters.relative < 1e-11
         assert each.strict_steps == len(each.losses) == STEPS
-        assert len(each.step_s) == 2 * 3 and min(each.step_s) > 0
-        assert each.startup_s is not None and each.startup_s > 0
-        assert each.peak_bytes is not None and each.peak_bytes > 0
+        assert len(each.step_s) == 2 * 3
+        assert min(each.step_s) > 0
+        assert each.startup_s is not None
+        assert each.startup_s > 0
+        assert each.peak_bytes is not None
+        assert each.peak_bytes > 0
         assert [place.data_rank for place in each.layout] == [0, 1]
         assert each.about == f"about {each.name}"
     ring, zero, ddp = found.contenders
@@ -102,21 +108,31 @@ def test_faults_are_found_where_they_are_and_who_dies_harms_nobody() -> None:
     }
     where = {name: each.departure for name, each in found.items()}
     summed, forgotten, own = where["sum"], where["forgotten"], where["own_norm"]
-    assert summed is not None and (summed.step, summed.quantity) == (0, "gradient norm")
+    assert summed is not None
+    assert (summed.step, summed.quantity) == (0, "gradient norm")
     assert "2 times the reference's on 2 ranks" in " ".join(found["sum"].reasons)
-    assert forgotten is not None and (forgotten.step, forgotten.quantity) == (0, "gradient norm")
-    assert own is not None and (own.step, own.quantity) == (0, "parameters")
-    assert own.parameter.startswith("net.") and own.parameter in " ".join(found["own_norm"].reasons)
+    assert forgotten is not None
+    assert (forgotten.step, forgotten.quantity) == (0, "gradient norm")
+    assert own is not None
+    assert (own.step, own.quantity) == (0, "parameters")
+    assert own.parameter.startswith("net.")
+    assert own.parameter in " ".join(found["own_norm"].reasons)
     assert "clipping" in " ".join(found["own_norm"].reasons)
     share, batch = where["same_share"], where["other_batch"]
-    assert share is not None and (share.step, share.quantity) == (0, "samples")
-    assert batch is not None and batch.quantity == "samples"
-    assert "8 samples" in " ".join(found["other_batch"].reasons) and "16" in " ".join(found["other_batch"].reasons)
+    assert share is not None
+    assert (share.step, share.quantity) == (0, "samples")
+    assert batch is not None
+    assert batch.quantity == "samples"
+    assert "8 samples" in " ".join(found["other_batch"].reasons)
+    assert "16" in " ".join(found["other_batch"].reasons)
     raises, killed = found["raises"], found["killed"]
-    assert "rank 1 of 2" in raises.reasons[0] and "the third batch is cursed" in raises.reasons[0]
-    assert "rank 1 of 2" in killed.reasons[0] and "SIGKILL" in killed.reasons[0]
+    assert "rank 1 of 2" in raises.reasons[0]
+    assert "the third batch is cursed" in raises.reasons[0]
+    assert "rank 1 of 2" in killed.reasons[0]
+    assert "SIGKILL" in killed.reasons[0]
     assert (len(raises.losses), len(killed.losses)) == (2, 3)
-    assert raises.departure is None and raises.strict_steps == 2  # what it did was right
+    assert raises.departure is None
+    assert raises.strict_steps == 2
     assert children() == before
     assert len(os.listdir("/proc/self/fd")) == descriptors
 

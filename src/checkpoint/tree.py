@@ -72,6 +72,29 @@ def put_together(tree: Any, resolve: Callable[[str], Any]) -> Any:
     return tree
 
 
+def tied(state: Mapping[str, Any]) -> dict[str, str]:
+    """Names of a `state_dict` that share one tensor with an earlier name, which is the value.
+
+    >>> weight = torch.zeros(2, 2)
+    >>> tied({"embedding": weight, "bias": torch.zeros(2), "head": weight.detach()})
+    {'head': 'embedding'}
+    """
+    first: dict[Any, str] = {}
+    found = {}
+    for name, value in state.items():
+        if isinstance(value, Part):
+            key: Any = id(value)
+        elif isinstance(value, Tensor) and value.numel() > INLINE_NUMEL and _is_plain(value):
+            key = (value.data_ptr(), tuple(value.shape), value.stride(), value.dtype, value.device)
+        else:
+            continue
+        if key in first:
+            found[name] = first[key]
+        else:
+            first[key] = name
+    return found
+
+
 def name_of(path: Path) -> str:
     """The name under which a tensor is stored.
 

@@ -199,7 +199,8 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         crew, extra = self._crew, dict(checkpoint.get("stratagem", {}))
         own = extra.pop("random", None)
         rest, parts = tree.take_apart(_by_name({**checkpoint, "stratagem": extra}), self._part_of)
-        choices = choose(parts)
+        aliases = tree.tied(checkpoint.get(tree.STATE, {}))
+        choices = choose({name: part for name, part in parts.items() if name not in aliases})
         if self._async:
             choices = self._stage.take(choices)
         draft, word = None, ""
@@ -227,7 +228,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             "lightning": checkpoint.get("pytorch-lightning_version", ""),
             **{key: value for key, value in extra.items() if isinstance(value, str | int | float)},
         }
-        return _Job(draft, Path(word), choices, rest, extra.get("aliases", {}), about)
+        return _Job(draft, Path(word), choices, rest, aliases, about)
 
     def _part_of(self, path: tree.Path, tensor: Tensor) -> Part | None:
         """Replicas of the model's and the optimizers' state share the work; of all else rank 0's counts."""

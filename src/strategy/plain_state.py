@@ -102,7 +102,6 @@ class PlainState(ParallelStrategy, ABC):
             "strategy": type(self).__name__,
             "mesh": " ".join(f"{axis}={size}" for axis, size in self.context.shape.sizes.items() if size > 1),
             "optimizer_names": optimizers,
-            "aliases": {alias: name for name, place in self.context.placements.items() for alias in place.aliases},
             "random": random_state(),
         }
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from stratagem.checkpoint.tree import Stored
 from stratagem.collectives import Communicator
 from stratagem.errors import ConfigError
 from stratagem.plugins.zero.bucket import Bucket, OwnedParameter
@@ -138,11 +139,17 @@ def share_overflow(optimizers: Sequence[OwnedOptimizer], comm: Communicator) -> 
 
 @torch.no_grad()
 def part_of_state(state: dict[str, Any], bucket: Bucket, index: int) -> dict[str, Any]:
-    """What of a whole parameter's state belongs to my piece: tensors of the parameter's shape are cut, others kept."""
+    """What of a whole parameter's state belongs to my piece: tensors of the parameter's shape are cut, others kept.
+
+    Of a `Stored` tensor only the piece is read.
+    """
     piece = bucket.pieces[index]
     found: dict[str, Any] = {}
     for key, value in state.items():
-        if (
+        if isinstance(value, Stored):
+            is_cut = tuple(value.shape) == piece.slot.size and not piece.is_whole
+            value = value.span(piece.start, piece.stop, piece.slot.stride) if is_cut else value.whole().clone()
+        elif (
             isinstance(value, torch.Tensor)
             and tuple(value.shape) == piece.slot.size
             and value.dim()

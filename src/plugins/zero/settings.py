@@ -30,10 +30,13 @@ class ZeroSettings:
         broadcast_buffers: after each step give all ranks rank 0's values of the buffers that changed.
         overlap: send during backward; `false` waits for its end, for modules whose parameters receive gradients in
             several nested backward passes.
-        gradient_wire: how gradients travel; each hop adds in float32 whatever the wire. `int8` errs by at most `1/254`
-            of the largest magnitude of a block of 256 per hop.
-        parameter_wire: how parameters travel. A narrow one rounds what every rank computes with, while owners keep
-            the exact values and step those (as ZeRO++ does for weights): 4 more bytes per owned parameter.
+        gradient_wire: how gradients travel; each hop adds in float32 whatever the wire. Per float32 value `full` sends
+            4 bytes, `bf16` 2, `int8` 1.016 and `int4` 0.516 (a code and its share of a block's scale, one per 256).
+            Each of the N hops around the ring errs by at most `1/254` (int8) or `1/14` (int4) of the largest magnitude
+            in a block, so a mean by at most that much of the mean of the ranks' largest.
+        parameter_wire: how parameters travel, with the same bytes, and rounded once. A narrow one rounds what every
+            rank computes with, while owners keep the exact values and step those (as ZeRO++ does for weights): 4 more
+            bytes per owned parameter.
         gather: when stages 1 and 2 wait for the parameters that others have stepped. `step`: before the optimizer's
             step returns. `forward`: when a module's forward, or anybody else, looks at them, so that they travel while
             the next forward runs; do not read parameters that you keep in variables of your own in between.
@@ -53,7 +56,7 @@ class ZeroSettings:
     unused_parameters: Literal["detect", "none"] = "detect"
     broadcast_buffers: bool = True
     overlap: bool = True
-    gradient_wire: Literal["full", "bf16", "int8"] = "full"
+    gradient_wire: Literal["full", "bf16", "int8", "int4"] = "full"
     parameter_wire: Literal["full", "bf16", "int8"] = "full"
     gather: Literal["step", "forward"] = "step"
     offload: Literal["none", "cpu"] = "none"

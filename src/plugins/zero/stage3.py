@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
+from stratagem.checkpoint.parts import Part
 from stratagem.plugins.zero.blocks import Block, find_blocks
 from stratagem.plugins.zero.bucket import Bucket
 from stratagem.plugins.zero.fetcher import Fetcher, Unit
 from stratagem.plugins.zero.initial import ShardedInit
 from stratagem.plugins.zero.lane import Lane
 from stratagem.plugins.zero.optimizer import OwnedOptimizer
+from stratagem.plugins.zero.parts import part_of_piece
 from stratagem.plugins.zero.settings import ZeroSettings
 from stratagem.plugins.zero.state import gather_parameter
 from stratagem.plugins.zero.technique import Zero
@@ -51,7 +53,7 @@ class Zero3(Zero):
         self._initial = initial
         self._place_by_id: dict[int, tuple[Bucket, int]] = {}
         self._state_hook: RemovableHandle | None = None
-        self._keeps_whole_state = True
+        self._keeps_whole_state, self._states_parts = True, False
 
     # -- start -----------------------------------------------------------------------------------------------------
 
@@ -165,16 +167,37 @@ class Zero3(Zero):
 
     def _fill_state(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """`state_dict()` of the whole module: the hook puts values in. Collective over the shard axes."""
-        gathered: dict[int, Tensor | None] = {}
+        found: dict[int, Tensor | Part | None] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
             if prefix + name in state:
-                if id(parameter) not in gathered:  # on every rank alike, whoever keeps it
-                    whole = self._gather(parameter)
-                    keeps = self._keeps_whole_state or self._lane.shard.rank == 0
-                    gathered[id(parameter)] = whole if keeps else None
-                whole = gathered[id(parameter)]
-                if whole is not None:
-                    state[prefix + name] = whole
+                if id(parameter) not in found:  # on every rank alike, whoever keeps it
+                    found[id(parameter)] = self._part(parameter) if self._states_parts else self._whole(parameter)
+                value = found[id(parameter)]
+                if value is not None:
+                    state[prefix + name] = value
+
+    def _whole(self, parameter: nn.Parameter) -> Tensor | None:
+        whole = self._gather(parameter)
+        return whole if self._keeps_whole_state or self._lane.shard.rank == 0 else None
+
+    def _part(self, parameter: nn.Parameter) -> Part | None:
+        """My part of a divided parameter; None for another. Local."""
+        bucket, index = self._place_by_id.get(id(parameter), (None, 0))
+        if bucket is None or bucket.values is not None:
+            return None
+        assert bucket.share is not None
+        local = bucket.part(index, bucket.share)
+        return part_of_piece(bucket, index, local, bucket.cut.layout.dtype, self._lane.replicate)
+
+    @override
+    def module_parts(self, module: nn.Module) -> dict[str, Any]:
+        """My parts of the parameters, and the buffers. Local."""
+        self._fetcher.free_all()
+        self._states_parts = True
+        try:
+            return module.state_dict()
+        finally:
+            self._states_parts = False
 
     @override
     def module_state(self, module: nn.Module) -> dict[str, Any]:

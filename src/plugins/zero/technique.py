@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the ZeRO stages share: what one process holds, divided over the data ranks, with the same results.
 
-    stage   parameters   gradients   optimizer state     bytes per parameter (fp32 Adam)    wire per step / parameter
-    bytes 1       whole        whole       1/N                 8 + 8/N                            2 (N-1)/N
-    2       whole        1/N         1/N                 4 + 12/N                           2 (N-1)/N
-    3       1/N          1/N         1/N                 16/N                               3 (N-1)/N
+    stage   parameters   gradients   optimizer state   bytes per parameter   bytes sent per step,
+                                                       (float32 Adam)        times those of the parameters
+    1       whole        whole       1/N               8 + 8/N               2 (N-1)/N
+    2       whole        1/N         1/N               4 + 12/N              2 (N-1)/N
+    3       1/N          1/N         1/N               16/N                  3 (N-1)/N
 
 One optimizer step of stages 1 and 2 sends gradients once (reduce-scatter, during backward) and parameters once
 (all-gather, after the step): together what DDP's all-reduce sends.
@@ -45,13 +46,14 @@ from stratagem.plugins.zero.late import LateGather
 from stratagem.plugins.zero.optimizer import OwnedOptimizer, share_overflow
 from stratagem.plugins.zero.partition import cut, pack_by_key
 from stratagem.plugins.zero.predictions import held_bytes, parameter_wire, wire_bytes
+from stratagem.plugins.zero.saving import Saving
 from stratagem.plugins.zero.separable import check_separable
 from stratagem.plugins.zero.settings import ZeroSettings
-from stratagem.plugins.zero.state import gather_gradient, gather_state, load_state
-from stratagem.technique import ChangedBuffers, Context, DataTechnique, check_same_structure, state_placements, unique
+from stratagem.plugins.zero.state import gather_gradient
+from stratagem.technique import ChangedBuffers, Context, check_same_structure, state_placements, unique
 
 
-class Zero(DataTechnique, ABC):
+class Zero(Saving, ABC):
     """What the stages share.
 
     Args:
@@ -312,35 +314,6 @@ class Zero(DataTechnique, ABC):
                 if mine is parameter:
                     return self._lane.submit(gather_gradient, bucket, index, self._lane.shard).result()
         return None
-
-    # -- state -----------------------------------------------------------------------------------------------------
-
-    def _of(self, optimizer: Optimizer) -> OwnedOptimizer | None:
-        return next((each for each in self._optimizers if each.optimizer is optimizer), None)
-
-    @override
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Whole, under the plain indices, on rank 0 of each shard row. Sends it once around, a tensor at a time."""
-        owned = self._of(optimizer)
-        if owned is None:
-            return super().optimizer_state(optimizer)
-        return self._lane.submit(gather_state, owned, self._lane.shard).result()
-
-    @override
-    def load_optimizer_state(self, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-        """The inverse of `optimizer_state`, from any strategy's; every rank holds the whole state. Local."""
-        owned = self._of(optimizer)
-        if owned is None:
-            super().load_optimizer_state(optimizer, state)
-        else:
-            load_state(owned, state)
-
-    @override
-    def load_module_state(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:
-        self._settle()
-        super().load_module_state(module, state, strict=strict)
-        for bucket in self._buckets:
-            bucket.refresh()
 
     # -- predictions -----------------------------------------------------------------------------------------------
 

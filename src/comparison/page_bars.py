@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The costs of a comparison as bars: time, memory, bytes on the wire.
 
-    ring_ddp   [parameters|gradients|optimizer         ]░░░░░░░░░ peak
-                          ^         ^                  ^ formula
+    zero_1     [parameters|gradients|optimizer ]          |  [peak              ]
+                          ^         ^          ^ formula  |
 
 One row per strategy, in the same order everywhere, its number below its name; one trace per strategy, so that one click
 hides it. A black tick stands where a part would end if the formula were met.
@@ -33,9 +33,8 @@ from stratagem.comparison.page_style import (
 from stratagem.comparison.results import Comparison, Contender, Held, Sent
 
 _ROW = 50  # pixels
-_BROAD, _NARROW = 0.74, 0.44  # of a row: the bar behind, the bar in front
+_WIDTH = 0.46  # of a bar, in rows
 _KINDS = ("parameters", "gradients", "optimizer")
-_PEAK = "#e0e6ed"
 _GREY = "#3f4b57"
 _TICK = Key("formula", INK, "tick")
 
@@ -58,7 +57,7 @@ def step_time(comparison: Comparison) -> Figure:
             **_bar(contender, index),
             x=[median / unit.size],
             y=[index],
-            width=[_NARROW],
+            width=[_WIDTH],
             marker={"color": colour(index)},
             error_x={
                 "type": "data",
@@ -97,7 +96,7 @@ def step_time(comparison: Comparison) -> Figure:
 
 
 def memory(comparison: Comparison) -> Figure:
-    """Bytes held by kind, before the largest growth of the process."""
+    """Bytes held by kind, and beside them the largest growth of the process."""
     contenders = comparison.contenders
     kinds = _ordered([part.kind for contender in contenders for part in contender.held], _KINDS)
     unit = words.byte_unit(
@@ -113,21 +112,35 @@ def memory(comparison: Comparison) -> Figure:
             labels.append("not measured")
             continue
         labels.append(_label(parts, unit) + ("" if peak is None else f" · peak {words.in_unit(peak, unit)}"))
-        behind = None if peak is None else (peak, f"peak {words.in_unit(peak, unit)}")
-        _add_stack(chart, contender, index, unit, [(part, part.kind, kinds.index(part.kind)) for part in parts], behind)
+        _add_stack(chart, contender, index, unit, [(part, part.kind, kinds.index(part.kind)) for part in parts])
+        if peak is not None:
+            chart.add_bar(
+                **_bar(contender, index),
+                x=[peak / unit.size],
+                y=[index],
+                xaxis="x2",
+                width=[_WIDTH],
+                marker={"color": tint(colour(index), 2), "line": {"color": colour(index), "width": 1}},
+                customdata=[f"peak {words.in_unit(peak, unit)}"],
+            )
         ticks += _ticks(index, parts, unit)
     _add_ticks(chart, ticks)
-    keys = [*(Key(kind, tint(_GREY, part)) for part, kind in enumerate(kinds)), Key("peak", _PEAK), _TICK]
+    keys = [*(Key(kind, tint(_GREY, part)) for part, kind in enumerate(kinds)), _TICK]
+    # The peak has a scale of its own: of a small model it is many times what is held.
+    right = axis(title_text=f"peak growth, {unit.name}", rangemode="tozero", domain=[0.7, 1], nticks=5)
+    changes = {"xaxis2": right | {"anchor": "y"}}
     title = f"held by one rank, {unit.name}"
-    return _finish(comparison, chart, labels, title, keys, absent(comparison, missing, "numbers"))
+    notes = absent(comparison, missing, "numbers")
+    return _finish(comparison, chart, labels, title, keys, notes, changes, end=0.64)
 
 
 def wire(comparison: Comparison) -> Figure:
     """Bytes that one rank sends in one step, by axis."""
     contenders = comparison.contenders
     axes = _ordered([part.axis for contender in contenders for part in words.sent(contender)], ())
-    # A strategy without a mesh has one part, `world`, and never beside others: it needs no tint of its own.
-    tints = {axis: part for part, axis in enumerate(axis for axis in axes if axis != "world")}
+    # Only axes that share a bar need tints; a bar of one axis has the strategy's own colour and names the axis.
+    shares = any(len(words.sent(contender)) > 1 for contender in contenders)
+    tints = {axis: part for part, axis in enumerate(axis for axis in axes if axis != "world")} if shares else {}
     unit = words.byte_unit(_size(words.sent(contender)) for contender in contenders)
     chart, missing, labels = go.Figure(), [], []
     ticks: list[tuple[float, int, str]] = []
@@ -139,11 +152,10 @@ def wire(comparison: Comparison) -> Figure:
             continue
         by_kernel = any(part.source == "kernel" for part in parts)
         labels.append(_label(parts, unit) + (" · counted by the kernel" if by_kernel else ""))
-        _add_stack(chart, contender, index, unit, [(part, part.axis, tints.get(part.axis, 0)) for part in parts], None)
+        _add_stack(chart, contender, index, unit, [(part, part.axis, tints.get(part.axis, 0)) for part in parts])
         ticks += _ticks(index, parts, unit)
     _add_ticks(chart, ticks)
-    named = tints.items() if len(tints) > 1 else ()  # where all have one axis the bars name it themselves
-    keys = [*(Key(f"axis {name}", tint(_GREY, part)) for name, part in named), _TICK]
+    keys = [*(Key(f"axis {name}", tint(_GREY, part)) for name, part in tints.items()), _TICK]
     title = f"sent by one rank in one step, {unit.name}"
     return _finish(comparison, chart, labels, title, keys, absent(comparison, missing, "numbers"))
 
@@ -163,29 +175,25 @@ def _add_stack(
     index: int,
     unit: words.Unit,
     parts: Sequence[tuple[Sent | Held, str, int]],
-    behind: tuple[float, str] | None,
 ) -> None:
-    """One trace: the bar behind if there is one, and before it the parts end to end."""
+    """One trace: the parts end to end."""
     sizes = [part.num_bytes / unit.size for part, _, _ in parts]
     starts = [0.0, *accumulate(sizes)][: len(sizes)]
     colours = [tint(colour(index), part) for _, _, part in parts]
-    widths, names = [_NARROW] * len(parts), [text(name) for _, name, _ in parts]
-    said = [_said(part, text(name), unit) for part, name, _ in parts]
-    if behind is not None:
-        sizes, starts, colours = [behind[0] / unit.size, *sizes], [0.0, *starts], [_PEAK, *colours]
-        widths, names, said = [_BROAD, *widths], ["", *names], [behind[1], *said]
+    names = [text(name) for _, name, _ in parts]
     chart.add_bar(
         **_bar(contender, index),
         x=sizes,
         base=starts,
         y=[index] * len(sizes),
-        width=widths,
+        width=[_WIDTH] * len(sizes),
         marker={"color": colours, "line": {"color": "#ffffff", "width": 1}},
         text=names,
         textposition="inside",
         insidetextanchor="middle",
         textangle=0,
-        customdata=said,
+        insidetextfont={"size": 11},
+        customdata=[_said(part, text(name), unit) for part, name, _ in parts],
     )
 
 
@@ -249,6 +257,7 @@ def _finish(
     keys: Sequence[Key],
     notes: tuple[str, ...],
     changes: dict[str, Any] | None = None,
+    end: float = 1.0,
 ) -> Figure:
     names = [name_label(index, one, labels[index]) for index, one in enumerate(comparison.contenders)]
     height = 70 + _ROW * max(len(names), 1)
@@ -260,7 +269,7 @@ def _finish(
             hovermode="closest",
             uniformtext={"mode": "hide", "minsize": 10},
             margin={"l": 20, "r": 24, "t": 8, "b": 46},
-            xaxis=axis(title_text=title, rangemode="tozero"),
+            xaxis=axis(title_text=title, rangemode="tozero", domain=[0, end]),
             yaxis=axis(
                 tickvals=list(range(len(names))),
                 ticktext=names,

@@ -73,9 +73,9 @@ class Figure:
     notes: tuple[str, ...] = ()
 
     def to_json(self) -> str:
-        """For a script element: no character of it can end the element."""
+        """For a script element: plotly writes `<`, `>` and `&` as escapes, so no text can end the element."""
         text: str = self.chart.to_json()
-        return text.replace("&", r"\u0026").replace("<", r"\u003c").replace(">", r"\u003e")
+        return text
 
 
 def colour(index: int) -> str:

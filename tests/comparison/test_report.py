@@ -107,7 +107,7 @@ def test_what_is_missing_is_a_dash_and_what_is_no_number_is_said(width: int) -> 
         parameters=Deviation(float("inf"), float("inf")),
         verdict="differs",
         step_s=(0.0123,),
-        sent=(Sent("tp", 300.0, 0.0), Sent("pp", 1.0, None)),
+        sent=(Sent("tp", 300.0, 300.0), Sent("pp", 1.0, None)),
         held=(Held("parameters", 0, 0.0),),
         peak_bytes=None,
     )

@@ -91,7 +91,7 @@ def _uncompiled() -> Iterator[None]:
         return function if function is not None else lambda decorated: decorated
 
     compiled = torch.compile
-    torch.compile = as_it_is
+    torch.compile = as_it_is  # type: ignore[assignment]  # overloaded
     try:
         yield
     finally:
@@ -165,7 +165,7 @@ class Host:
                     os.environ[name] = value
             self._kept = {}
             if self._quiet is not None:
-                self._quiet.__exit__()
+                self._quiet.__exit__(None, None, None)
                 self._quiet = None
 
     def _own_environment(self, environment: ClusterEnvironment) -> None:

@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stratagem.errors import ConfigError
+from stratagem.plugins.deepspeed.shards import forget_gradients
 
 if TYPE_CHECKING:
     from lightning.fabric.utilities.types import Steppable
@@ -87,7 +88,9 @@ class EnginePrecision(DeepSpeedPrecision):
         """Lightning's; what the module clips to in its hook is what DeepSpeed's step will clip to."""
         stepped: Any = optimizer
         stepped.clip_grad, self._clipped = 0.0, False
-        return super().optimizer_step(optimizer, model, closure, **kwargs)
+        result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        forget_gradients(optimizer)
+        return result
 
     @override
     def clip_gradients(

@@ -35,6 +35,16 @@ def gradient_pieces(optimizer: Any) -> list[list[Tensor]]:
     return found
 
 
+def forget_gradients(optimizer: Any) -> None:
+    """Zeroes the pieces that stage 3 keeps. Local; right after the step.
+
+    DeepSpeed overwrites a piece in the first micro-batch of a window and adds to it in the others. A parameter that
+    rests in the first one would be stepped by what an earlier window has left.
+    """
+    for piece in getattr(optimizer, "_DeepSpeedZeroOptimizer_Stage3__param_id_to_grad_partition", {}).values():
+        piece.zero_()
+
+
 def gradient_norm(optimizer: Any) -> float:
     """The 2-norm of the whole averaged gradient, times the loss scale where there is one.
 

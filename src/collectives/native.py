@@ -59,8 +59,8 @@ class NativeCollectives:
         dist.broadcast(flat, group=self._group, group_src=src)
 
     def _to_wire(self, flat: Tensor, op: Op | None, wire: Wire) -> Tensor:
-        if wire is Wire.INT8:
-            raise ValueError("wire 'int8' is a ring of our own: use transport 'p2p' or 'shared_memory'")
+        if wire in (Wire.INT8, Wire.INT4):
+            raise ValueError(f"wire {wire.value!r} is a ring of our own: use transport 'p2p' or 'shared_memory'")
         dtype = wire_format(flat.dtype, op=op, wire=wire, n=self._n).dtype
         return flat if dtype is flat.dtype else flat.to(dtype)
 

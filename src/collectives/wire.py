@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How values look on the wire: in full, in half the width, or as int8 blocks.
+"""How values look on the wire: in full, in half the width, or as blocks of int8 or int4.
 
 A wire format turns a piece of the tensor into a message and back, and does the ring's one sum. Whatever the format,
 a sum is formed in float32 or wider at every hop (integers in their own type); only the message is narrow.
@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from enum import StrEnum
-from typing import final
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
@@ -42,11 +42,14 @@ class Wire(StrEnum):
     INT8: 1 byte per value and a float32 scale per block of 256 (1.016 bytes per value). Each hop adds at most 1/254 of
         the largest magnitude in the block, so a sum over n ranks is off by at most `n/254 * sum over ranks of
         max |x|` within the block (a mean by `1/n` of it). A block that holds an infinity or a NaN arrives as NaN.
+    INT4: half a byte per value and a float32 scale per block of 256 (0.516 bytes per value). As INT8, with 1/14 in the
+        place of 1/254.
     """
 
     FULL = "full"
     BF16 = "bf16"
     INT8 = "int8"
+    INT4 = "int4"
 
 
 BLOCK = 256
@@ -246,53 +249,114 @@ class HalfFormat(NarrowFormat):
         wide.copy_(got)
 
 
-@final
 class BlockFormat(NarrowFormat):
-    """`Wire.INT8`: the float32 scales of all blocks, then the int8 values; the last block may be short."""
+    """The float32 scales of all blocks, then the codes, whole numbers from `-levels` to `levels`.
+
+    The last block may be short.
+    """
 
     dtype = torch.uint8
+    levels: ClassVar[int]
 
+    @abstractmethod
+    def codes_numel(self, numel: int) -> int:
+        """Bytes that the codes of so many values take."""
+
+    @abstractmethod
+    def store(self, rounded: Tensor, codes: Tensor) -> None:
+        """Write whole numbers to the bytes `codes`; NaNs may become anything, as their block's scale is NaN."""
+
+    @abstractmethod
+    def load(self, codes: Tensor, wide: Tensor) -> None:
+        """Write the whole numbers of the bytes `codes` to `wide`."""
+
+    @final
     @override
     def message_numel(self, numel: int) -> int:
-        return numel + 4 * -(-numel // BLOCK)
+        return 4 * -(-numel // BLOCK) + self.codes_numel(numel)
 
+    @final
     @override
     def piece_numel(self, max_bytes: int) -> int:
-        return max_bytes // (BLOCK + 4) * BLOCK
+        return max_bytes // (self.codes_numel(BLOCK) + 4) * BLOCK
 
+    @final
     @override
     def encode(self, wide: Tensor, out: Tensor) -> None:
         quotients = self._scratch_like(wide)
-        for values, scales, codes, quotient in self._blocks(wide, out, quotients):
+        for values, scales, quotient in self._blocks(wide, out, quotients):
             largest = torch.maximum(values.amax(1, keepdim=True), values.amin(1, keepdim=True).neg_())
-            # The floor keeps zeros from 0/0, whose conversion to int8 is undefined; a NaN passes through it.
-            scales.copy_(largest.div_(127).clamp_min_(torch.finfo(torch.float32).tiny))
-            codes.copy_(torch.div(values, scales, out=quotient).round_())
+            largest.add_(largest * 0)  # an infinity becomes a NaN
+            # The floor keeps zeros from 0/0, whose conversion to a whole number is undefined; a NaN passes through it.
+            scales.copy_(largest.div_(self.levels).clamp_min_(torch.finfo(torch.float32).tiny))
+            torch.div(values, scales, out=quotient).round_()
+        self.store(quotients, out[4 * -(-wide.numel() // BLOCK) :])
 
+    @final
     @override
     def decode(self, got: Tensor, wide: Tensor) -> None:
-        for values, scales, codes, _ in self._blocks(wide, got, wide):
-            values.copy_(codes).mul_(scales)
+        self.load(got[4 * -(-wide.numel() // BLOCK) :], wide)
+        for values, scales, _ in self._blocks(wide, got, wide):
+            values.mul_(scales)
 
     @staticmethod
-    def _blocks(wide: Tensor, message: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
-        """Views `[blocks, BLOCK]` of `wide`, `[blocks, 1]` of the scales, `[blocks, BLOCK]` of the codes and `other`.
+    def _blocks(wide: Tensor, message: Tensor, other: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Views `[blocks, BLOCK]` of `wide`, `[blocks, 1]` of the scales, `[blocks, BLOCK]` of `other`.
 
         Two of each, where the last block is short.
         """
         numel = wide.numel()
-        num_scales = -(-numel // BLOCK)
-        scales = message[: 4 * num_scales].view(torch.float32).unsqueeze(1)
-        codes = message[4 * num_scales :].view(torch.int8)
+        scales = message[: 4 * -(-numel // BLOCK)].view(torch.float32).unsqueeze(1)
         whole = numel // BLOCK * BLOCK
         blocks = []
         if whole:
-            wides, others = wide[:whole].view(-1, BLOCK), other[:whole].view(-1, BLOCK)
-            blocks.append((wides, scales[: whole // BLOCK], codes[:whole].view(-1, BLOCK), others))
+            blocks.append((wide[:whole].view(-1, BLOCK), scales[: whole // BLOCK], other[:whole].view(-1, BLOCK)))
         if whole < numel:
-            rest = slice(whole, numel)
-            blocks.append((wide[None, rest], scales[-1:], codes[None, rest], other[None, rest]))
+            blocks.append((wide[None, whole:numel], scales[-1:], other[None, whole:numel]))
         return blocks
+
+
+@final
+class ByteFormat(BlockFormat):
+    """`Wire.INT8`: a byte per value."""
+
+    levels = 127
+
+    @override
+    def codes_numel(self, numel: int) -> int:
+        return numel
+
+    @override
+    def store(self, rounded: Tensor, codes: Tensor) -> None:
+        codes.view(torch.int8).copy_(rounded)
+
+    @override
+    def load(self, codes: Tensor, wide: Tensor) -> None:
+        wide.copy_(codes.view(torch.int8))
+
+
+@final
+class NibbleFormat(BlockFormat):
+    """`Wire.INT4`: two values per byte, the first in the low half; 8 more than the code, so that none is negative."""
+
+    levels = 7
+
+    @override
+    def codes_numel(self, numel: int) -> int:
+        return -(-numel // 2)
+
+    @override
+    def store(self, rounded: Tensor, codes: Tensor) -> None:
+        pairs = len(rounded) // 2
+        nibbles = rounded.to(torch.int8).add_(8).view(torch.uint8).bitwise_and_(15)
+        torch.bitwise_or(nibbles[: 2 * pairs : 2], nibbles[1::2] * 16, out=codes[:pairs])
+        codes[pairs:].copy_(nibbles[2 * pairs :])
+
+    @override
+    def load(self, codes: Tensor, wide: Tensor) -> None:
+        wide[::2].copy_(codes & 15)
+        wide[1::2].copy_(codes[: len(wide) // 2] >> 4)
+        wide.sub_(8)
 
 
 def wire_format(dtype: torch.dtype, *, op: Op | None, wire: Wire, n: int) -> WireFormat:
@@ -308,8 +372,8 @@ def wire_format(dtype: torch.dtype, *, op: Op | None, wire: Wire, n: int) -> Wir
     if wire is not Wire.FULL and dtype not in _FLOATS:
         raise ValueError(f"wire {wire.value!r} carries only {_names(_FLOATS)}, not {dtype}: use Wire.FULL")
     scale = 1 / n if op is Op.MEAN else 1
-    if wire is Wire.INT8:
-        return BlockFormat(dtype, scale)
+    if wire in (Wire.INT8, Wire.INT4):
+        return ByteFormat(dtype, scale) if wire is Wire.INT8 else NibbleFormat(dtype, scale)
     if wire is Wire.BF16 and dtype not in _HALVES:  # a half is no wider than the wire
         return HalfFormat(dtype, scale)
     return FullFormat(dtype, scale)

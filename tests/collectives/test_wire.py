@@ -11,6 +11,9 @@ from torch import Tensor
 
 from stratagem.collectives.wire import BLOCK, Op, Wire, WireFormat, wire_format
 
+HALF_STEPS = {Wire.INT8: 254, Wire.INT4: 14}
+"""Half a step of a block's scale, as a part of its largest magnitude."""
+
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 
 
@@ -51,6 +54,7 @@ def test_owner_and_receiver_hold_the_same_bits(n: int, op: Op, wire: Wire, dtype
 
 
 @pytest.mark.parametrize("op", list(Op))
+@pytest.mark.parametrize("wire", HALF_STEPS)
 @settings(max_examples=80, deadline=None)
 @given(
     n=st.integers(2, 8),
@@ -58,44 +62,47 @@ def test_owner_and_receiver_hold_the_same_bits(n: int, op: Op, wire: Wire, dtype
     exponent=st.integers(-30, 30),
     seed=st.integers(0, 2**16),
 )
-def test_int8_is_within_the_stated_bound(op: Op, n: int, numel: int, exponent: int, seed: int) -> None:
+def test_blocks_are_within_the_stated_bound(op: Op, wire: Wire, n: int, numel: int, exponent: int, seed: int) -> None:
     contributions = [each * 10.0**exponent for each in random_tensors(n, numel, torch.float32, seed=seed)]
-    owner, _ = chain(contributions, wire_format(torch.float32, op=op, wire=Wire.INT8, n=n))
+    owner, _ = chain(contributions, wire_format(torch.float32, op=op, wire=wire, n=n))
     share = 1 / n if op is Op.MEAN else 1
     exact = torch.stack(contributions).double().sum(0) * share
     for block in torch.arange(numel).split(BLOCK):
-        bound = n / 254 * sum(float(each[block].abs().max()) for each in contributions) * share
+        bound = n / HALF_STEPS[wire] * sum(float(each[block].abs().max()) for each in contributions) * share
         assert float((owner[block].double() - exact[block]).abs().max()) <= bound * (1 + 1e-5)
 
 
-def test_int8_rounds_once_by_at_most_and_up_to_half_a_step() -> None:
+@pytest.mark.parametrize("wire", HALF_STEPS)
+def test_blocks_round_once_by_at_most_and_up_to_half_a_step(wire: Wire) -> None:
     (values,) = random_tensors(1, 8 * BLOCK, torch.float32)
     kept = values.clone()
-    fmt = wire_format(torch.float32, op=None, wire=Wire.INT8, n=2)
+    fmt = wire_format(torch.float32, op=None, wire=wire, n=2)
     fmt.publish(kept, torch.empty(fmt.message_numel(values.numel()), dtype=fmt.dtype))
     for before, after in zip(values.split(BLOCK), kept.split(BLOCK), strict=True):
-        half_step = float(before.abs().max()) / 254
+        half_step = float(before.abs().max()) / HALF_STEPS[wire]
         assert 0.9 * half_step < float((after - before).abs().max()) < half_step * (1 + 1e-5)
 
 
-def test_int8_uses_a_scale_of_its_own_per_block() -> None:
+@pytest.mark.parametrize("wire", HALF_STEPS)
+def test_blocks_use_a_scale_of_its_own_per_block(wire: Wire) -> None:
     small, large = torch.full((BLOCK,), 1e-6), torch.full((BLOCK,), 1e6)
-    owner, _ = chain([torch.cat([small, large])] * 2, wire_format(torch.float32, op=Op.SUM, wire=Wire.INT8, n=2))
+    owner, _ = chain([torch.cat([small, large])] * 2, wire_format(torch.float32, op=Op.SUM, wire=wire, n=2))
     torch.testing.assert_close(owner, 2 * torch.cat([small, large]), rtol=1e-5, atol=0)
 
 
-def test_int8_keeps_zeros_and_does_not_hide_what_is_not_finite() -> None:
+@pytest.mark.parametrize("wire", HALF_STEPS)
+def test_blocks_keep_zeros_and_do_not_hide_what_is_not_finite(wire: Wire) -> None:
     contribution = torch.zeros(3 * BLOCK)
     contribution[BLOCK] = torch.inf
     contribution[2 * BLOCK] = torch.nan
-    owner, _ = chain([contribution] * 2, wire_format(torch.float32, op=Op.SUM, wire=Wire.INT8, n=2))
+    owner, _ = chain([contribution] * 2, wire_format(torch.float32, op=Op.SUM, wire=wire, n=2))
     assert torch.equal(owner[:BLOCK], torch.zeros(BLOCK))
     assert owner[BLOCK:].isnan().all()
 
 
 def test_messages_have_the_stated_size() -> None:
     sizes = {wire: wire_format(torch.float32, op=None, wire=wire, n=2).num_bytes(1000) for wire in Wire}
-    assert sizes == {Wire.FULL: 4000, Wire.BF16: 2000, Wire.INT8: 1000 + 4 * 4}
+    assert sizes == {Wire.FULL: 4000, Wire.BF16: 2000, Wire.INT8: 1000 + 4 * 4, Wire.INT4: 500 + 4 * 4}
 
 
 @pytest.mark.parametrize("dtype", FLOATS)

@@ -493,14 +493,17 @@ def test_the_reduced_gradient_can_be_had_whole(stage: str) -> None:
 
 @pytest.mark.ranks(2, 4)
 @on_all_stages
-@pytest.mark.parametrize(("wire", "bound"), [(Wire.BF16, 2**-8), (Wire.INT8, 1 / 127)])
-def test_narrow_wires_err_within_bounds(stage: str, wire: Wire, bound: float) -> None:
+@pytest.mark.parametrize(
+    ("wire", "narrow", "bound"),
+    [(Wire.BF16, Wire.BF16, 2**-8), (Wire.INT8, Wire.INT8, 1 / 127), (Wire.INT4, Wire.INT8, 1 / 7)],
+)
+def test_narrow_wires_err_within_bounds(stage: str, wire: Wire, narrow: Wire, bound: float) -> None:
     """Each hop rounds a partial mean of gradients; all compute with the same rounded values, owners step exact ones."""
     size, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     module = nn.Linear(64, 33)
     exact = {name: p.detach().clone() for name, p in module.named_parameters()}
-    settings = ZeroSettings(gradient_wire=wire, parameter_wire=wire, persistence_threshold=0)
+    settings = ZeroSettings(gradient_wire=wire, parameter_wire=narrow, persistence_threshold=0)
     zero, here = start(stage, module, settings)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.5)
     zero.attach([optimizer])

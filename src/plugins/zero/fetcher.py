@@ -16,6 +16,10 @@ attributes; an embedding is not fetched at all. Hooks of others (checkpointing) 
 Note [use from elsewhere]: a parameter that is read outside its block's forward (`F.linear(x, self.embed.weight)`) is
 fetched by the reading, and stays until the end of backward, as what autograd saves of it does.
 
+Note [the secondary shard]: where one is asked for, a rank keeps its part, of its group's parts, of what forward fetched
+from the whole axis, as it arrived. Later fetches are made of those parts, within the group, until the parameters change
+or the pass is over; so every rank computes backward with the very bits of its forward.
+
 Note [one order on all ranks]: a fetch is collective, on demand. Ranks must therefore run the same blocks in the same
 order; what may differ between ranks must be small enough to stay whole (`persistence_threshold`). What is fetched ahead
 is what followed last time.
@@ -31,6 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from stratagem.collectives import Wire, chunk_bounds
 from stratagem.errors import CommunicationError
 from stratagem.plugins.zero.blocks import Block
 from stratagem.plugins.zero.bucket import Bucket
@@ -52,7 +57,8 @@ class Unit:
         num_users: forward passes that run through the block now.
         is_pinned: whether it was used from outside its forward, and stays until the end of backward.
         num_arrived: gradients that this backward has completed.
-        num_fetches: since the last optimizer step.
+        secondary: per bucket my part within the group; empty while there is none.
+        num_fetches: since the last optimizer step: from the whole axis, and within the group.
         fetches_per_step: in the last optimizer step; once for forward and once for backward before there was one.
     """
 
@@ -61,8 +67,9 @@ class Unit:
         self.memory: list[Tensor] = []
         self.coming: list[Future[None]] = []
         self.is_here, self.is_pinned = False, False
-        self.num_users = self.num_arrived = self.num_fetches = 0
-        self.fetches_per_step = 2
+        self.secondary: list[Tensor] = []
+        self.num_users = self.num_arrived = 0
+        self.num_fetches, self.fetches_per_step = (0, 0), (2, 0)
         self.num_bytes = sum(bucket.cut.layout.num_bytes for bucket in self.buckets)
 
     @property
@@ -220,7 +227,7 @@ class Fetcher:
     def fetch(self, unit: Unit) -> None:
         """Has a block here, and others on their way. Collective over the shard axes if it is not yet here.
 
-        Sends `(N-1)/N` of the block's bytes.
+        Sends `(N-1)/N` of the block's bytes; from a secondary shard `(G-1)/G`, within the group of G.
         """
         phase = self._phase()
         if unit.is_here and self._last == (phase, id(unit)):
@@ -232,6 +239,8 @@ class Fetcher:
         if not unit.is_here:
             self._wait(unit)
             self._arrive(unit)
+            if phase == "forward":
+                self._keep_secondary(unit)
         self._order.remove(unit)
         self._order.append(unit)
         if phase == "backward":
@@ -243,17 +252,31 @@ class Fetcher:
         if unit.memory:
             return
         self._order.append(unit)
-        unit.num_fetches += 1
+        far, near = unit.num_fetches
+        unit.num_fetches = (far, near + 1) if unit.secondary else (far + 1, near)
         unit.coming = []
-        for bucket in unit.buckets:
+        for number, bucket in enumerate(unit.buckets):
             layout = bucket.cut.layout
             flat = torch.empty(layout.numel, dtype=layout.dtype, device=layout.device)
-            assert bucket.share is not None
+            comm, mine, bounds = self._lane.shard, bucket.share, bucket.cut.bounds
+            wire = parameter_wire(bucket, self._settings)
+            if unit.secondary:  # rounded already, and not again
+                assert self._lane.group is not None
+                comm, mine, wire = self._lane.group, unit.secondary[number], Wire.FULL
+                bounds = chunk_bounds(layout.numel, comm.size)
+            assert mine is not None
             with torch.no_grad():
-                flat[slice(*bucket.span)].copy_(bucket.share)
-            wire, gather = parameter_wire(bucket, self._settings), self._lane.shard.all_gather
-            unit.coming.append(self._lane.submit(gather, flat, bounds=bucket.cut.bounds, wire=wire))
+                flat[slice(*bounds[comm.rank])].copy_(mine)
+            unit.coming.append(self._lane.submit(comm.all_gather, flat, bounds=bounds, wire=wire))
             unit.memory.append(flat)
+
+    @torch.inference_mode(mode=False)
+    def _keep_secondary(self, unit: Unit) -> None:
+        """See Note [the secondary shard]."""
+        group = self._lane.group
+        if group is not None and not unit.secondary:
+            bounds = [chunk_bounds(flat.numel(), group.size)[group.rank] for flat in unit.memory]
+            unit.secondary = [flat[slice(*span)].clone() for flat, span in zip(unit.memory, bounds, strict=True)]
 
     @staticmethod
     def _wait(unit: Unit) -> None:
@@ -313,14 +336,16 @@ class Fetcher:
     def count_step(self) -> None:
         """An optimizer step is over. Local."""
         for unit in self.units:
-            unit.fetches_per_step, unit.num_fetches = unit.num_fetches or unit.fetches_per_step, 0
+            if any(unit.num_fetches):
+                unit.fetches_per_step = unit.num_fetches
+            unit.num_fetches = (0, 0)
 
     def free_all(self) -> None:
         """Lets go of every block; what comes next is a new pass. Local."""
         for unit in list(self._order):
             self.free(unit)
         for unit in self.units:
-            unit.num_arrived = 0
+            unit.num_arrived, unit.secondary = 0, []
         self._last = None
 
     def close(self) -> None:

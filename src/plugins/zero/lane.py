@@ -28,17 +28,22 @@ class Lane:
     Args:
         context: the run.
         name: kinds of traffic that may run at the same time need lanes of different names.
+        group: also open a communicator over runs of so many neighbours along the shard axes.
 
     Attributes:
         shard: along the axes over which ZeRO divides.
         replicate: between the groups that divide one replica each.
         data: both, flattened: every rank that has a gradient to average.
+        group: of this rank's run of neighbours; None where none was asked for.
     """
 
-    def __init__(self, context: Context, name: str) -> None:
+    def __init__(self, context: Context, name: str, *, group: int | None = None) -> None:
         self.shard: Communicator = context.communicator(*SHARD_AXES, lane=name)
         self.replicate: Communicator = context.communicator("dp_replicate", lane=name)
         self.data: Communicator = context.communicator("dp_replicate", *SHARD_AXES, lane=name)
+        self.group: Communicator | None = None
+        if group is not None:
+            self.group = context.communicator(*SHARD_AXES, lane=name, group=group)
         self._worker = Worker(name=f"zero-{name}")
         self._on_cuda = context.device.type == "cuda"
 
@@ -67,6 +72,7 @@ class Lane:
 
     def abort(self) -> None:
         """Wakes the thread if it waits for a peer, and ends it. Local."""
-        for communicator in (self.shard, self.replicate, self.data):
-            communicator.abort()
+        for communicator in (self.shard, self.replicate, self.data, self.group):
+            if communicator is not None:
+                communicator.abort()
         self._worker.close()

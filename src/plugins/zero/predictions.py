@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch import nn
 
-from stratagem.collectives import Op, Wire
+from stratagem.collectives import Communicator, Op, Wire, chunk_bounds
 from stratagem.collectives.wire import wire_format
 from stratagem.plugins.zero.bucket import Bucket
 from stratagem.plugins.zero.lane import Lane
@@ -51,6 +51,20 @@ def wire_bytes(
         replicate += num_reductions * reduced.num_bytes(slices[rank])
     found = {lane.shard.axis: shard}
     return found if r == 1 else {**found, lane.replicate.axis: 2 * (r - 1) / r * replicate}
+
+
+def group_bytes(gathers: Iterable[tuple[Bucket, int]], group: Communicator) -> float:
+    """Bytes that this rank sends per optimizer step to gather secondary shards within its group. Local.
+
+    Args:
+        gathers: every bucket, and how often per step it is gathered so.
+        group: over the group.
+    """
+    total = 0
+    for bucket, num_gathers in gathers:
+        start, stop = chunk_bounds(bucket.numel, group.size)[(group.rank + 1) % group.size]
+        total += num_gathers * (bucket.numel - (stop - start)) * bucket.cut.layout.dtype.itemsize
+    return total
 
 
 def held_bytes(parameters: Sequence[nn.Parameter], buckets: Sequence[Bucket], *, stage: int) -> dict[str, int]:

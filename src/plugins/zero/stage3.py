@@ -14,6 +14,7 @@ from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
 from stratagem.checkpoint.parts import Part
+from stratagem.errors import ConfigError
 from stratagem.plugins.zero.blocks import Block, find_blocks
 from stratagem.plugins.zero.bucket import Bucket
 from stratagem.plugins.zero.fetcher import Fetcher, Unit
@@ -21,6 +22,7 @@ from stratagem.plugins.zero.initial import ShardedInit
 from stratagem.plugins.zero.lane import Lane
 from stratagem.plugins.zero.optimizer import OwnedOptimizer
 from stratagem.plugins.zero.parts import part_of_piece
+from stratagem.plugins.zero.predictions import group_bytes
 from stratagem.plugins.zero.settings import ZeroSettings
 from stratagem.plugins.zero.state import gather_parameter
 from stratagem.plugins.zero.technique import Zero
@@ -37,6 +39,8 @@ class Zero3(Zero):
     where backward does not read parameters (embeddings, a first layer whose input needs no gradient). With A
     micro-batches all of it happens A times. Modules of at most `persistence_threshold` elements stay whole, as in stage
     2.
+    With `secondary_shard: G` backward fetches within runs of G ranks: `2 (N-1)/N` along the axis and `(G-1)/G` within
+    the run, for `1/G` of the parameter bytes from forward to the end of backward.
     What autocast makes of a parameter stays with autograd as it is. Fetching is collective: a forward that only some
     ranks run (a callback on rank 0) waits for the others in vain.
     Source: arXiv 1910.02054.
@@ -68,7 +72,7 @@ class Zero3(Zero):
             ConfigError: the ranks built different modules; names the first difference.
         """
         super().apply(module, context)
-        fetches = Lane(context, "parameters")
+        fetches = Lane(context, "parameters", group=self._secondary_shard())
         self._lanes.append(fetches)
         self._fetcher = Fetcher(fetches, self.settings)
         blocks = [self._floating(block) for block in find_blocks(module)]
@@ -85,6 +89,16 @@ class Zero3(Zero):
         for unit in units:
             self._state_placements(unit)
         self._state_hook = module.register_state_dict_post_hook(lambda *args: self._fill_state(*args))
+
+    def _secondary_shard(self) -> int | None:
+        wanted, size = self.settings.secondary_shard, self._lane.shard.size
+        if wanted is not None and size % wanted:
+            raise ConfigError(
+                f"secondary_shard is {wanted}, and {size} ranks divide a replica",
+                where="zero.secondary_shard",
+                allowed=", ".join(str(n) for n in range(1, size + 1) if size % n == 0),
+            )
+        return wanted
 
     @staticmethod
     def _floating(block: Block) -> Block:
@@ -148,10 +162,22 @@ class Zero3(Zero):
         self._fetcher.count_step()
         super()._after_step(optimizer)
 
+    def _fetches_per_step(self, bucket: Bucket) -> tuple[int, int]:
+        unit = next((unit for unit in self._fetcher.units if bucket in unit.buckets), None)
+        return (1, 0) if unit is None else unit.fetches_per_step
+
     @override
     def _gathers_per_step(self, bucket: Bucket) -> int:
-        unit = next((unit for unit in self._fetcher.units if bucket in unit.buckets), None)
-        return 1 if unit is None else unit.fetches_per_step
+        return self._fetches_per_step(bucket)[0]
+
+    @override
+    def wire_bytes_per_step(self) -> Mapping[str, float]:
+        """As the base class's; what a secondary shard saves there is sent within its group, `(G-1)/G` of it."""
+        found, group = super().wire_bytes_per_step(), self._lanes[1].group
+        if group is None:
+            return found
+        near = [(bucket, self._fetches_per_step(bucket)[1]) for bucket in self._buckets]
+        return {**found, group.axis: group_bytes(near, group)}
 
     # -- state -----------------------------------------------------------------------------------------------------
 

@@ -85,7 +85,7 @@ class Zero(Saving, ABC):
         Raises:
             ConfigError: the ranks built different modules; names the first difference.
         """
-        self._module, self.context = module, context
+        self.module, self.context = module, context
         self.names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._known = set(self.names)
         self._lane = Lane(context, "gradients")
@@ -107,6 +107,8 @@ class Zero(Saving, ABC):
         self._gradients.on_finish = self._on_finish
         if self.settings.offload == "cpu" and context.device.type == "cpu":
             warnings.warn("zero.offload: cpu changes nothing, since the model is on the CPU already", stacklevel=2)
+        if self.settings.secondary_shard is not None and self.stage < 3:
+            warnings.warn("zero.secondary_shard changes nothing before stage 3: parameters are whole", stacklevel=2)
 
     @torch.no_grad()
     def _equalise(self, module: nn.Module) -> None:
@@ -125,12 +127,7 @@ class Zero(Saving, ABC):
         self._optimizers = [OwnedOptimizer(o, on_step=self._after_step, on_clear=self._after_clear) for o in optimizers]
         self._take_over()
         if self.settings.gather == "forward" and self.stage < 3 and self._lane.shard.size > 1:
-            self._late = LateGather(self._module)
-
-    def _settle(self) -> None:
-        """Waits for parameters that are still on their way."""
-        if self._late is not None:
-            self._late.wait()
+            self._late = LateGather(self.module)
 
     def _take_over(self) -> None:
         """Takes over every parameter that is in an optimizer and was not before; nothing happens if there is none."""
@@ -218,7 +215,7 @@ class Zero(Saving, ABC):
                     where="the module",
                     do="change parameters in place (`with torch.no_grad(): p.copy_(...)`), on every rank alike",
                 )
-        for name, parameter in self._module.named_parameters():
+        for name, parameter in self.module.named_parameters():
             if id(parameter) not in self._known and parameter.requires_grad:
                 raise ConfigError(
                     f"parameter {name!r} was added or replaced after the run was set up",
@@ -334,7 +331,7 @@ class Zero(Saving, ABC):
 
         `optimizer` is one moment of the optimizer's state, of which Adam has two.
         """
-        return held_bytes(unique(self._module.parameters()), self._buckets, stage=self.stage)
+        return held_bytes(unique(self.module.parameters()), self._buckets, stage=self.stage)
 
     # -- end -------------------------------------------------------------------------------------------------------
 
@@ -357,6 +354,11 @@ class Zero(Saving, ABC):
     def _restore_module(self) -> None:
         """Makes the parameters whole and final."""
         self._settle()
+
+    def _settle(self) -> None:
+        """Waits for parameters that are still on their way."""
+        if self._late is not None:
+            self._late.wait()
 
     def _end(self) -> None:
         self._gradients.close()

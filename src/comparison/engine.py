@@ -39,6 +39,8 @@ from stratagem.comparison.running import Running
 from stratagem.errors import ConfigError, RankError
 from stratagem.strategy.fork_safety import fork_obstacle
 
+_TO_LEAVE = 3.0  # seconds for contenders that are ended before their time
+
 
 @final
 @dataclass(frozen=True)
@@ -172,8 +174,12 @@ class _Arena:
 
     def close(self) -> None:
         """End every process."""
-        for running in [*self.running.values(), *self.alone]:
-            running.close()
+        everyone = [*self.running.values(), *self.alone]
+        for running in everyone:
+            running.let_go()
+        end = time.monotonic() + _TO_LEAVE
+        for running in everyone:
+            running.close(max(0.0, end - time.monotonic()))
 
     def _start(self, candidate: Candidate, **place: Any) -> Running:
         self._say(f"{candidate.name}: starts")

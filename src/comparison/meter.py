@@ -16,6 +16,7 @@ import time
 from typing import Any, Literal, final
 
 from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -44,6 +45,8 @@ class Meter:
     def __init__(self, before: int | None) -> None:
         self._before = before
         self._held: dict[str, int] = {}
+        self._sent_formula: dict[str, float] = {}
+        self._held_formula: dict[str, float] = {}
         self._marks: list[float] = []
         self._books: TrafficSnapshot | None = None
         self._wire: WireBytes | None = None
@@ -69,6 +72,7 @@ class Meter:
         """Counts what is held, once in a run, in a step whose duration does not count. Local."""
         if not self._held and self._first and len(self._marks) == 1:
             self._held = held_by_kind(trainer, module, optimizer)
+            self._sent_formula, self._held_formula = formulas(trainer, module, optimizer)
 
     def lap(self) -> None:
         """An optimizer step has ended."""
@@ -97,9 +101,9 @@ class Meter:
             tuple(later - earlier for earlier, later in zip(self._marks[1:], self._marks[2:], strict=False)),
             sent,
             source,
-            _stated(strategy, "wire_bytes_per_step"),
+            self._sent_formula,
             self._held,
-            _stated(strategy, "held_bytes"),
+            self._held_formula,
             self._peak(),
         )
 
@@ -114,11 +118,14 @@ class Meter:
 def held_by_kind(trainer: Trainer, module: LightningModule, optimizer: Optimizer) -> dict[str, int]:
     """Bytes of unique storages: `parameters`, `gradients`, `optimizer`. Local.
 
-    A strategy that keeps its tensors elsewhere says so itself, by `held_bytes_now() -> dict` of the same kinds.
+    What a foreign strategy holds is seen only where it keeps tensors as Lightning's `ddp` does; another one may say so
+    itself, by `held_bytes_now() -> dict` of the same kinds, else nothing is reported.
     """
     theirs = getattr(trainer.strategy, "held_bytes_now", None)
     if callable(theirs):
         return dict(theirs())
+    if not isinstance(trainer.strategy, MeshStrategy | DDPStrategy | SingleDeviceStrategy):
+        return {}
     tensors = [*module.parameters(), *_stepped(optimizer)]
     states = [[value for value in state.values() if isinstance(value, Tensor)] for state in optimizer.state.values()]
     return {
@@ -143,9 +150,42 @@ def _stepped(optimizer: Optimizer) -> list[Tensor]:
     return [tensor for group in optimizer.param_groups for tensor in group["params"] if isinstance(tensor, Tensor)]
 
 
-def _stated(strategy: Any, name: str) -> dict[str, float]:
-    """A formula of the strategy, or of the technique that owns its gradients; empty where it states none."""
-    owner = strategy._data if isinstance(strategy, MeshStrategy) else strategy
+def formulas(
+    trainer: Trainer, module: LightningModule, optimizer: Optimizer
+) -> tuple[dict[str, float], dict[str, float]]:
+    """What this rank should send per step by axis, and hold by kind. Local; empty where nobody says.
+
+    A technique states `wire_bytes_per_step` and `held_bytes`, of the optimizer one moment of its state. A foreign
+    strategy may state the same. Of Lightning's own `ddp` they are known: a ring all-reduce, and everything whole.
+    """
+    strategy: Any = trainer.strategy
+    trained = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
+    ours = isinstance(strategy, MeshStrategy)
+    owner = strategy._data if ours else strategy
+    sent, held = _stated(owner, "wire_bytes_per_step"), _stated(owner, "held_bytes")
+    if type(strategy) is DDPStrategy:
+        ranks = trainer.world_size
+        sent = {"world": 2 * (ranks - 1) / ranks * trained}
+        held = {"parameters": float(sum(p.numel() * p.element_size() for p in module.parameters()))}
+        held |= {"gradients": float(trained), "optimizer": float(trained)}
+    elif ours and held and not any(place.shard_axes for place in strategy.context.placements.values()):
+        held.setdefault("optimizer", float(trained))  # whole replicas
+    if "optimizer" in held:
+        held["optimizer"] *= _moments(optimizer)
+    return sent, held
+
+
+def _moments(optimizer: Optimizer) -> int:
+    """Tensors of a parameter's own size in its state: 2 with Adam."""
+    counts = [
+        sum(isinstance(value, Tensor) and value.numel() == tensor.numel() for value in state.values())
+        for tensor, state in optimizer.state.items()
+        if isinstance(tensor, Tensor) and tensor.numel() > 1
+    ]
+    return max(counts, default=0)
+
+
+def _stated(owner: Any, name: str) -> dict[str, float]:
     formula = getattr(owner, name, None)
     return {key: float(value) for key, value in formula().items()} if callable(formula) else {}
 

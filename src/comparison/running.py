@@ -141,13 +141,20 @@ class Running:
         """Whether its final parameters lie in `final`."""
         return self._has_final
 
-    def close(self) -> None:
-        """End every process and give back what was held."""
+    def let_go(self) -> None:
+        """Close the sockets: a rank that waits for its turn, or speaks, then ends by itself with all it started."""
+        for each in self._ranks.values():
+            each.close()
+
+    def close(self, patience: float = 0.0) -> None:
+        """End every process and give back what was held.
+
+        Args:
+            patience: seconds for processes to end by themselves, after `let_go`.
+        """
         if self._process is not None and self._process.pid is not None:
-            for each in self._ranks.values():
-                each.close()  # a rank that waits for its turn ends by itself, and whatever it has started with it
             if not self._ended:
-                self._process.join(3)
+                self._process.join(patience)
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.join()

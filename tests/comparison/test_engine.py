@@ -3,8 +3,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -26,6 +31,16 @@ def children() -> set[str]:
     return found
 
 
+def busy() -> int:
+    """Ticks of the processor that the ranks of all contenders have used: children of this process's children."""
+    total = 0
+    for child in children():
+        for rank in Path(f"/proc/{child}/task/{child}/children").read_text().split():
+            fields = Path(f"/proc/{rank}/stat").read_text().rpartition(")")[2].split()
+            total += int(fields[11]) + int(fields[12])
+    return total
+
+
 def by_name(comparison: Comparison) -> dict[str, Contender]:
     return {contender.name: contender for contender in comparison.contenders}
 
@@ -33,10 +48,14 @@ def by_name(comparison: Comparison) -> dict[str, Contender]:
 def test_right_strategies_equal_one_process_and_are_measured() -> None:
     """Shuffled data, accumulation and clipping, over the end of an epoch, in float64."""
     before = children()
-    said: list[str] = []
+    said: dict[str, int] = {}
+
+    def say(text: str) -> None:
+        said[text] = busy()
+
     names = ["ring_ddp", "zero_3", "ddp"]
     options = Options(steps=STEPS, rounds=2, turn=3)
-    found = compare([candidate(name) for name in names], options, config=["a.yaml"], say=said.append)
+    found = compare([candidate(name) for name in names], options, config=["a.yaml"], say=say)
 
     assert found.passed, [(each.name, each.reasons) for each in found.contenders]
     assert (found.ranks, found.precision, found.tolerance, found.baseline) == (2, "64-true", 1e-10, "ddp")
@@ -68,12 +87,18 @@ def test_right_strategies_equal_one_process_and_are_measured() -> None:
         assert each.sent[0].formula is not None
         assert each.sent[0].num_bytes == pytest.approx(each.sent[0].formula, rel=0.2)  # small model: votes count
         assert {held.kind for held in each.held} == {"parameters", "gradients", "optimizer"}
+    for each in found.contenders:
+        assert [kind.num_bytes for kind in each.held] == pytest.approx([kind.formula for kind in each.held], rel=0.02)
+    assert ddp.sent[0].formula == num_bytes
+    assert 0 < ddp.sent[0].num_bytes - num_bytes < 1000  # votes
     held, shared = ({kind.kind: kind.num_bytes for kind in each.held} for each in (ring, zero))
     assert held["optimizer"] == held["gradients"] == num_bytes  # the momentum
     assert shared["optimizer"] < 0.6 * num_bytes
     assert all(place.parameters == found.reference.num_parameters for place in ring.layout)
     assert json.loads(found.to_json())["contenders"][1]["verdict"] == "equal"
-    assert any("round 2" in text for text in said)
+    # While the reference ran, which takes a second or two, the six paused ranks used no processor to speak of.
+    assert said["round 1 of 2 at full speed"] - said["one process: starts"] <= 0.1 * os.sysconf("SC_CLK_TCK")
+    assert said["round 2 of 2 at full speed"] > said["round 1 of 2 at full speed"]
     assert children() == before
 
 
@@ -135,6 +160,46 @@ def test_faults_are_found_where_they_are_and_who_dies_harms_nobody() -> None:
     assert raises.strict_steps == 2
     assert children() == before
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_whatever_ends_a_comparison_leaves_no_process(signum: signal.Signals) -> None:
+    """Ctrl-C, SIGTERM, and a parent that is killed outright, in the middle of a turn."""
+    code = (
+        "from stratagem.comparison.engine import Options, compare\n"
+        "from tests.comparison.runs import candidate\n"
+        "say = lambda text: print(text, flush=True)\n"
+        "compare([candidate('ring_ddp'), candidate('ddp')], Options(steps=10**6), say=say)\n"
+    )
+    mark = f"{MARK}={os.getpid()}-{signum}"
+    environment = {**os.environ, **dict([mark.split("=")])}
+    with subprocess.Popen([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "steps" in line:
+                break
+        assert len(marked(mark)) == 7  # it, two contenders, four ranks
+        process.send_signal(signum)
+        process.stdout.close()
+        process.wait(60)
+    end = time.monotonic() + 10
+    while marked(mark) and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not marked(mark)
+
+
+MARK = "STRATAGEM_TEST_COMPARISON"
+
+
+def marked(mark: str) -> list[str]:
+    """Living processes that were started with `mark` in their environment."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes() and "(zombie)" not in (folder / "status").read_text():
+                found.append(folder.name)
+    return found
 
 
 def test_one_after_the_other_and_what_depends_on_the_batch_is_named() -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract bites: each wrong implementation of `wrong.py` trains without complaint, and must be caught.
 
-Ring DDP without a fault passes the very same calls, in `test_contract.py`.
+Ring DDP and the stages of ZeRO without a fault pass the very same calls, in `test_contract.py`.
 """
 
 from __future__ import annotations
@@ -19,18 +19,24 @@ from stratagem.testing.contract.runs import Gangs
 from tests.contract.wrong import (
     AverageOverTwo,
     BuffersDrift,
+    DecayedPadding,
     HiddenCopy,
     LocalVotes,
+    MissingBucket,
     NarrowWire,
     NoBroadcastAtStart,
     NormOfItsOwnPart,
+    NormOfTheShard,
     NotDistributed,
     OneParameterForgotten,
+    OneRankSkips,
     ReducedTwice,
     RefusesManualOptimization,
     Ring,
     SameDataEverywhere,
     SameShareEverywhere,
+    Sharded,
+    ShardsOfTheSum,
     StaleGradients,
     SumInsteadOfMean,
     SyncOfEveryMicroBatch,
@@ -59,7 +65,7 @@ def named(test: str, num_ranks: int = 2) -> Call:
     return lambda contract, subject, gangs: getattr(contract, f"test_{test}")(subject, gangs, num_ranks)
 
 
-TEETH: list[tuple[type[Ring], Call, str]] = [
+TEETH: list[tuple[type[Ring] | type[Sharded], Call, str]] = [
     (SumInsteadOfMean, parity("gpt_tied"), "gradient norms"),
     (SumInsteadOfMean, named("hooks_see_averaged_gradients"), "gradient norms"),
     (AverageOverTwo, parity("groups_and_schedule", 3), "gradient norms"),
@@ -80,6 +86,11 @@ TEETH: list[tuple[type[Ring], Call, str]] = [
     (HiddenCopy, bytes_of(), "live tensors"),
     (NoBroadcastAtStart, named("ranks_start_from_the_weights_of_rank_0"), "losses of rank|no replica"),
     (NotDistributed, named("stages_logs_and_metrics"), "rank"),
+    (ShardsOfTheSum, parity("groups_and_schedule"), "gradient norms"),
+    (MissingBucket, parity("groups_and_schedule"), "gradient norms"),
+    (NormOfTheShard, parity("groups_and_schedule"), "gradient norms.*number 1 "),
+    (DecayedPadding, parity("groups_and_schedule"), "gradient norms|is off"),
+    (OneRankSkips, parity("groups_and_schedule"), "gradient norms|is off"),
 ]
 
 
@@ -97,7 +108,9 @@ def impatient() -> Gangs:
 @pytest.mark.parametrize(
     ("wrong", "call", "says"), TEETH, ids=[f"{wrong.__name__}-{number}" for number, (wrong, *_) in enumerate(TEETH)]
 )
-def test_a_wrong_implementation_is_caught(wrong: type[Ring], call: Call, says: str, gangs: Gangs) -> None:
+def test_a_wrong_implementation_is_caught(
+    wrong: type[Ring] | type[Sharded], call: Call, says: str, gangs: Gangs
+) -> None:
     with pytest.raises((AssertionError, pytest.fail.Exception), match=says):
         call(StrategyContract(), Subject(strategy=wrong), gangs)
 
@@ -162,3 +175,8 @@ def test_a_capability_needs_a_reason() -> None:
         Subject(strategy="ddp", manual_optimization=False)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="reason"):
         Lacks(" ")
+
+
+@pytest.mark.slow
+def test_a_stage_passes_with_the_same_settings_and_no_fault(gangs: Gangs) -> None:
+    parity("groups_and_schedule")(StrategyContract(), Subject(strategy=Sharded), gangs)

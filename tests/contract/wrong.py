@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Wrong implementations of data parallelism, for `test_teeth.py`: each is ring DDP with one plausible fault.
+"""Wrong implementations of data parallelism, for `test_teeth.py`: ring DDP or a ZeRO stage with one plausible fault.
 
 All of them train, and most of their losses fall.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,7 +20,12 @@ from typing_extensions import override
 from stratagem.collectives import Op, Wire
 from stratagem.errors import ConfigError
 from stratagem.mesh import MeshShape
+from stratagem.placement import Placement
 from stratagem.plugins.ring_ddp import RingDDP, RingDDPSettings
+from stratagem.plugins.zero import Zero1, Zero2, Zero3, ZeroSettings
+from stratagem.plugins.zero.bucket import Bucket
+from stratagem.plugins.zero.strategy import ZeroStrategy
+from stratagem.plugins.zero.technique import Zero
 from stratagem.strategy.base import MeshStrategy
 from stratagem.technique import Context, DataTechnique, Technique
 
@@ -279,6 +285,96 @@ class RefusesManualOptimization(Ring):
                 "manual optimization, and the step is mine", where="model", allowed="automatic optimization"
             )
         super().setup(trainer)
+
+
+class Sharded(ZeroStrategy):
+    """A stage of ZeRO, open to be spoilt."""
+
+    stage: type[Zero] = Zero2
+
+    @override
+    def make_zero(self) -> Zero:
+        return self.stage(ZeroSettings(bucket_mib=1e-3, persistence_threshold=0))  # type: ignore[call-arg]  # a stage
+
+    @override
+    def setup(self, trainer: Trainer) -> None:
+        super().setup(trainer)
+        assert isinstance(self._data, Zero)
+        self.spoil(self._data)
+
+    def spoil(self, zero: Zero) -> None:
+        """Runs when everything is in its place."""
+
+
+class ShardsOfTheSum(Sharded):
+    @override
+    def spoil(self, zero: Zero) -> None:
+        reduce = zero._lane.shard.reduce_scatter
+        zero._lane.shard.reduce_scatter = lambda *a, op, **k: reduce(*a, op=Op.SUM, **k)  # type: ignore[method-assign]
+
+
+class MissingBucket(Sharded):
+    """One bucket is never reduced: each rank steps its slice of its own gradient."""
+
+    stage = Zero3
+
+    @override
+    def spoil(self, zero: Zero) -> None:
+        reduce, victim = zero._gradients._reduce, max(zero._buckets, key=lambda bucket: bucket.numel)
+
+        def reduce_but_one(bucket: Bucket, flat: Tensor, owned: Tensor, kept: Tensor | None, adds: bool) -> None:
+            if bucket is victim:
+                owned.copy_(flat[slice(*bucket.span)])
+            else:
+                reduce(bucket, flat, owned, kept, adds)
+
+        zero._gradients._reduce = reduce_but_one  # type: ignore[method-assign]
+
+
+class NormOfTheShard(Sharded):
+    """Clips by the norm of what this rank owns."""
+
+    stage = Zero1
+
+    @override
+    def spoil(self, zero: Zero) -> None:
+        def local(tensors: Iterable[Tensor]) -> list[tuple[Placement, Tensor]]:
+            return [(Placement("", tuple(t.shape)), t.grad) for t in tensors if t.grad is not None]
+
+        zero.norm_parts = local  # type: ignore[method-assign]
+
+
+class DecayedPadding(Sharded):
+    """Takes the end of a slice for padding, and weight decay shrinks it once more."""
+
+    @override
+    def spoil(self, zero: Zero) -> None:
+        gather = zero._lane.shard.all_gather
+
+        def decay_and_gather(flat: Tensor, *, bounds: Any, **options: Any) -> None:
+            start, stop = bounds[zero._lane.shard.rank]
+            flat[max(start, stop - 1) : stop] *= 1 - 1e-3
+            gather(flat, bounds=bounds, **options)
+
+        zero._lane.shard.all_gather = decay_and_gather  # type: ignore[method-assign]
+
+
+class OneRankSkips(Sharded):
+    """Rank 1 alone finds an overflow, and leaves its second step out."""
+
+    stage = Zero3
+
+    @override
+    def spoil(self, zero: Zero) -> None:
+        optimizer, steps = zero._optimizers[0].optimizer, itertools.count()
+
+        def skip(*_: object) -> None:
+            if next(steps) == 1 and self.global_rank == 1:
+                for group in optimizer.param_groups:
+                    for parameter in group["params"]:
+                        parameter.grad = None
+
+        optimizer.register_step_pre_hook(skip)
 
 
 def ddp_by_another_name() -> Strategy:

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
+from stratagem.checkpoint.parts import Part
 from stratagem.checkpoint.tree import whole
 from stratagem.collectives import Communicator, Traffic
 from stratagem.collectives.communicator import Transport
@@ -67,7 +68,7 @@ class Context:
     idle: bool = False
     _communicators: dict[tuple[str, str], Communicator] = field(default_factory=dict)
 
-    def communicator(self, *axes: str, lane: str = "main") -> Communicator:
+    def communicator(self, *axes: str, lane: str = "main", group: int | None = None) -> Communicator:
         """The communicator of this rank's row along the axes, opened at the first request.
 
         Opening is collective: every rank of the world must make the first request for the same axes in the same order.
@@ -75,13 +76,18 @@ class Context:
         Args:
             axes: mesh axes, flattened into one row; those of size 1 make no difference.
             lane: a communicator carries one collective at a time, so a background thread asks for a lane of its own.
+            group: cut the row into runs of so many neighbours, of which this rank's one is meant; divides the row.
         """
         wanted = tuple(axis for axis in self.shape.sizes if axis in axes and self.shape.sizes[axis] > 1) or axes[:1]
-        name = "+".join(axes if axes == ("ep",) else wanted)
+        row = "+".join(axes if axes == ("ep",) else wanted)
+        name = row if group is None else f"{row}/{group}"
         if (name, lane) not in self._communicators:
+            rows = self.shape.rows(*row.split("+"))
+            if group is not None:
+                rows = tuple(each[k : k + group] for each in rows for k in range(0, len(each), group))
             self._communicators[name, lane] = Communicator.create(
                 name,
-                self.shape.rows(*name.split("+")),
+                rows,
                 device=self.device,
                 transport=self.transport,
                 timeout=self.timeout,
@@ -141,6 +147,9 @@ class DataTechnique(Technique):
     context: Context
     """Set by `apply`."""
 
+    module: nn.Module
+    """Set by `apply`: what was given to it."""
+
     names: dict[int, str]
     """Set by `apply`: names in the unparallelised module by `id` of the parameter."""
 
@@ -198,6 +207,29 @@ class DataTechnique(Technique):
     def module_parts(self, module: nn.Module) -> dict[str, Any]:
         """As `module_state`, with `Part`s as in `optimizer_parts`. All ranks call it, and nothing large is sent."""
         return module.state_dict()
+
+    def window_gradients(self) -> tuple[dict[str, Tensor], dict[str, Part]]:
+        """Gradients of a window that is not over, by name: this rank's own, and its parts of those that are reduced.
+
+        Local. Both are given back to `resume_window`, so that a checkpoint may be taken between two micro-batches.
+        """
+        named = self.module.named_parameters()
+        return {name: parameter.grad for name, parameter in named if parameter.grad is not None}, {}
+
+    def resume_window(self, own: Mapping[str, Tensor], reduced: Mapping[str, Any]) -> None:
+        """Goes on from gradients of a window that was interrupted. Local.
+
+        Args:
+            own: by name; this rank's, or on another number of ranks the mean over those that there were.
+            reduced: by name, `Stored`; already averaged.
+        """
+        for name, parameter in self.module.named_parameters():
+            gradient = own.get(name)
+            if name in reduced:  # averaged over ranks that all have it, it stays what it is
+                averaged = whole(reduced[name])
+                gradient = averaged if gradient is None else gradient + averaged
+            if gradient is not None:
+                parameter.grad = gradient.to(parameter.device, parameter.dtype, copy=True)
 
     def module_state(self, module: nn.Module) -> dict[str, Any]:
         """The module's state as one process would have it, whole, on rank 0 at least. All ranks call it."""

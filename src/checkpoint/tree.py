@@ -161,7 +161,7 @@ def whole(tree: Any) -> Any:
         return tree.whole()
     if isinstance(tree, Mapping):
         return {key: whole(item) for key, item in tree.items()}
-    return [whole(item) for item in tree] if isinstance(tree, list) else tree
+    return type(tree)(whole(item) for item in tree) if type(tree) in (list, tuple) else tree
 
 
 @final

@@ -238,7 +238,7 @@ class MeshStrategy(PlainState, ABC):
         """The user's own, which need not know whether this rank's batch is only a filler."""
         assert self.context is not None
         assert self._loaders is not None
-        self._resume_randomness()
+        self._resume_step()
         self.context.idle = self._loaders.weight() == 0.0
         return super().training_step(*args, **kwargs)
 

@@ -197,9 +197,10 @@ class FaultTolerantCheckpointIO(CheckpointIO):
 
     def _prepare(self, checkpoint: dict[str, Any], target: Path) -> _Job:
         crew, extra = self._crew, dict(checkpoint.get("stratagem", {}))
-        own = extra.pop("random", None)
+        own, mine = tree.take_apart(extra.pop("rank", None), lambda _, tensor: Part.whole(tensor), ("rank", crew.rank))
         rest, parts = tree.take_apart(_by_name({**checkpoint, "stratagem": extra}), self._part_of)
         aliases = tree.tied(checkpoint.get(tree.STATE, {}))
+        parts.update(mine)
         choices = choose({name: part for name, part in parts.items() if name not in aliases})
         if self._async:
             choices = self._stage.take(choices)
@@ -218,7 +219,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         if word.startswith("\0"):
             raise CheckpointError(word[1:])
         if isinstance(rest, dict):
-            rest["stratagem"]["random"] = [each for _, each in words if each is not None]
+            rest["stratagem"]["ranks"] = [each for _, each in words if each is not None]
         about = {
             "global_step": checkpoint.get("global_step", -1),
             "epoch": checkpoint.get("epoch", -1),

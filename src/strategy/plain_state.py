@@ -5,6 +5,11 @@ With Lightning's own checkpoint plugin the state is put together whole on rank 0
 rank states the parts that it holds, under the names and shapes of the plain module, and reads back the parts that it
 wants: nothing is whole anywhere.
 
+Note [an open window]: a checkpoint may be taken between two micro-batches of a window. Gradients that are not averaged
+yet are saved per rank; on as many ranks each gets its own back, bit for bit, and on another number of ranks every one
+gets their mean, whose mean is the same. Those that are averaged already are saved in parts, like optimizer state. With
+manual optimization the boundary is yours: what hangs on `.grad` when you save is not in the checkpoint.
+
 Note [randomness]: each rank's random state is saved with the rest and set again right before the first training step
 after a resume on as many ranks, since reading the checkpoint and filling the pipeline of data draw numbers too.
 """
@@ -21,9 +26,11 @@ import numpy as np
 import torch
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from stratagem.checkpoint import tree
 from stratagem.strategy.checkpoint_io import FaultTolerantCheckpointIO
 from stratagem.technique import Context, DataTechnique
 
@@ -36,6 +43,7 @@ class PlainState(ParallelStrategy, ABC):
 
     context: Context | None = None
     _random_state: Mapping[str, Any] | None = None
+    _window: Mapping[str, Any] | None = None
 
     @property
     @abstractmethod
@@ -98,12 +106,25 @@ class PlainState(ParallelStrategy, ABC):
             ]
             for optimizer in self.optimizers
         ]
+        own, reduced = self._data.window_gradients() if self._data is not None and self._in_window() else ({}, {})
         return {
             "strategy": type(self).__name__,
             "mesh": " ".join(f"{axis}={size}" for axis, size in self.context.shape.sizes.items() if size > 1),
             "optimizer_names": optimizers,
-            "random": random_state(),
+            "reduced": reduced,
+            "rank": {"random": random_state(), "gradients": own},
         }
+
+    def _in_window(self) -> bool:
+        """Whether gradients of some micro-batches wait for those of others."""
+        assert self.lightning_module is not None
+        trainer = self.lightning_module.trainer
+        loop = trainer.fit_loop.epoch_loop
+        return (
+            trainer.state.fn == TrainerFn.FITTING
+            and self.lightning_module.automatic_optimization
+            and not (loop._accumulated_batches_reached() or loop._num_ready_batches_reached())
+        )
 
     # -- in --------------------------------------------------------------------------------------------------------
 
@@ -113,8 +134,8 @@ class PlainState(ParallelStrategy, ABC):
         if self._by_parts is None or not _is_folder(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         checkpoint = self._by_parts.open_checkpoint(checkpoint_path, weights_only)
-        states = checkpoint.get(EXTRA, {}).get("random", [])
-        self._random_state = states[self.global_rank] if len(states) == self.world_size else None
+        ranks = checkpoint.get(EXTRA, {}).get("ranks", [])
+        self._random_state = tree.whole(ranks[self.global_rank]["random"]) if len(ranks) == self.world_size else None
         return checkpoint
 
     @override
@@ -124,6 +145,25 @@ class PlainState(ParallelStrategy, ABC):
             return
         for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             self._data.load_optimizer_state(optimizer, state)
+        self._window = checkpoint.get(EXTRA)
+
+    @property
+    @override
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Weights go into the module as it will train: in its precision, and divided where it is."""
+        return True
+
+    def _resume_window(self, extra: Mapping[str, Any]) -> None:
+        """See Note [an open window]."""
+        assert self._data is not None
+        ranks = [rank["gradients"] for rank in extra.get("ranks", [])]
+        if len(ranks) == self.world_size:
+            own = tree.whole(ranks[self.global_rank])
+        else:
+            names = dict.fromkeys(name for rank in ranks for name in rank)
+            own = {name: sum(tree.whole(rank[name]) for rank in ranks if name in rank) / len(ranks) for name in names}
+        if own or extra.get("reduced"):
+            self._data.resume_window(own, extra.get("reduced", {}))
 
     @override
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
@@ -133,8 +173,11 @@ class PlainState(ParallelStrategy, ABC):
         else:
             self._data.load_module_state(self.lightning_module, checkpoint["state_dict"], strict=strict)
 
-    def _resume_randomness(self) -> None:
-        """See Note [randomness]."""
+    def _resume_step(self) -> None:
+        """Right before the first training step: Lightning clears gradients, and draws numbers, until then."""
+        window, self._window = self._window, None
+        if window is not None:
+            self._resume_window(window)
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None

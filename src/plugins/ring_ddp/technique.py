@@ -130,7 +130,7 @@ class RingDDP(DataTechnique):
         """
         axes = tuple(axis for axis in ("dp_replicate", "dp_shard", "cp") if context.shape.sizes[axis] > 1)
         self._axes = axes or (self.axis,)
-        self._module, self.context = module, context
+        self.module, self.context = module, context
         self.names = {id(parameter): name for name, parameter in module.named_parameters()}
         self._comm: Communicator = context.communicator(*self._axes, lane="gradients")
         self._device = context.device
@@ -149,7 +149,7 @@ class RingDDP(DataTechnique):
     def _hook_new_parameters(self) -> None:
         """Packs and hooks every parameter that requires a gradient or once did; nothing happens if none is new."""
         known = {id(parameter) for parameter in self._parameters}
-        found = list(self._module.named_parameters())
+        found = list(self.module.named_parameters())
         if not any(parameter.requires_grad and id(parameter) not in known for _, parameter in found):
             return
         trained = [(name, p) for name, p in found if p.requires_grad or id(p) in known]
@@ -363,7 +363,7 @@ class RingDDP(DataTechnique):
     def wire_bytes_per_step(self) -> Mapping[str, float]:
         """`2 (N-1)/N` times the gradient bytes on the wire; see `Wire` for the narrower ones."""
         n = self._comm.size
-        trained = [p for p in unique(self._module.parameters()) if p.requires_grad]
+        trained = [p for p in unique(self.module.parameters()) if p.requires_grad]
         formats = {p.dtype: wire_format(p.dtype, op=Op.MEAN, wire=Wire(self.settings.wire), n=n) for p in trained}
         payload = sum(formats[p.dtype].num_bytes(p.numel()) for p in trained)
         return {self._comm.axis: 2 * (n - 1) / n * payload}
@@ -371,7 +371,7 @@ class RingDDP(DataTechnique):
     @override
     def held_bytes(self) -> Mapping[str, int]:
         """Parameters, and as much again for gradients: replicas divide nothing."""
-        parameters = unique(self._module.parameters())
+        parameters = unique(self.module.parameters())
         return {
             "parameters": sum(p.numel() * p.dtype.itemsize for p in parameters),
             "gradients": sum(p.numel() * p.dtype.itemsize for p in parameters if p.requires_grad),

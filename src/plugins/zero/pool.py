@@ -21,6 +21,9 @@ class Pool:
 
     While both buffers are lent, `take` waits for the one that travels; only where none does (buckets wait in line
     behind one that does not fill) it makes a third. Between `clear` and the next `take` it holds nothing.
+
+    A gradient that travels from where autograd put it is not the pool's memory, but counted here all the same: before
+    a further one follows it, the one before must have arrived, however slow the wire is.
     """
 
     def __init__(self) -> None:
@@ -29,6 +32,7 @@ class Pool:
         self._travelling: dict[_Key, deque[tuple[Future[None], Tensor]]] = defaultdict(deque)
         self._num_lent: dict[_Key, int] = defaultdict(int)
         self._lent: dict[int, Tensor] = {}
+        self._foreign: deque[Future[None]] = deque()
 
     def reserve(self, layout: BucketLayout) -> None:
         """Buffers will be large enough for this bucket."""
@@ -52,10 +56,14 @@ class Pool:
         return whole[: layout.numel]
 
     def give_back(self, layout: BucketLayout, flat: Tensor, *, after: Future[None]) -> None:
-        """Lets `flat` be lent again when a reduction is over; memory that is not the pool's is left to itself."""
+        """Lets `flat` be lent again when a reduction is over. May wait for an earlier one, of memory not the pool's."""
         whole = self._lent.pop(flat.data_ptr(), None)
         if whole is not None:
             self._travelling[layout.dtype, layout.device].append((after, whole))
+            return
+        self._foreign.append(after)
+        while len(self._foreign) > 1:
+            self._foreign.popleft().result()
 
     def clear(self) -> None:
         """Frees all memory; no reduction runs any more."""
@@ -63,3 +71,4 @@ class Pool:
         self._travelling.clear()
         self._num_lent.clear()
         self._lent.clear()
+        self._foreign.clear()

@@ -7,14 +7,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from stratagem.checkpoint.parts import Part
 from stratagem.plugins.zero.bucket import Bucket
 from stratagem.plugins.zero.lane import Lane
-from stratagem.plugins.zero.optimizer import OwnedOptimizer
-from stratagem.plugins.zero.parts import optimizer_parts
+from stratagem.plugins.zero.optimizer import OwnedOptimizer, part_of_state
+from stratagem.plugins.zero.parts import optimizer_parts, part_of_piece
 from stratagem.plugins.zero.state import gather_state, load_state
 from stratagem.technique import DataTechnique
 
@@ -58,6 +60,30 @@ class Saving(DataTechnique, ABC):
             super().load_optimizer_state(optimizer, state)
         else:
             load_state(owned, state)
+
+    @override
+    def window_gradients(self) -> tuple[dict[str, Tensor], dict[str, Part]]:
+        own, reduced = super().window_gradients()[0], {}
+        for bucket in self._buckets:
+            for index, owned in enumerate(bucket.owned_parameters):
+                if owned is not None and bucket.used[index]:  # by any rank
+                    name = self.names[id(bucket.parameters[index])]
+                    reduced[name] = part_of_piece(bucket, index, owned.grad, bucket.state_dtype, self._lane.replicate)
+        return own, reduced
+
+    @override
+    @torch.no_grad()
+    def resume_window(self, own: Mapping[str, Tensor], reduced: Mapping[str, Any]) -> None:
+        super().resume_window(own, {})
+        for bucket in self._buckets:
+            for index, owned in enumerate(bucket.owned_parameters):
+                found = reduced.get(self.names[id(bucket.parameters[index])])
+                if owned is None or found is None:
+                    continue
+                bucket.used[index] = True
+                if bucket.pieces[index].numel and bucket.owned is not None:
+                    owned.grad = bucket.part(index, bucket.owned)
+                    owned.grad.copy_(part_of_state({"gradient": found}, bucket, index)["gradient"].view_as(owned))
 
     @override
     def module_parts(self, module: nn.Module) -> dict[str, Any]:

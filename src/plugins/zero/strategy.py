@@ -128,12 +128,6 @@ class Zero3Strategy(ZeroStrategy):
         initial, self._initial = self._initial, None
         return Zero3(self.zero, initial=initial)
 
-    @property
-    @override
-    def restore_checkpoint_after_setup(self) -> bool:
-        """A module that is built divided takes its values when it is known who owns what."""
-        return True
-
     @override
     @contextmanager
     def model_sharded_context(self) -> Iterator[None]:

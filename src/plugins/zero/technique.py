@@ -164,7 +164,8 @@ class Zero(Saving, ABC):
         first = int(self.settings.first_bucket_mib * 2**20)
         if self.stage > 1:
             cap, first = max(cap // 2, 1), max(first // 2, 1)
-        layouts = pack_by_key(parameters, keys, cap_bytes=cap, first_cap_bytes=first)
+        # A small first bucket leaves early; one in every block of stage 3 would only be one more message each.
+        layouts = pack_by_key(parameters, keys, cap_bytes=cap, first_cap_bytes=None if divided else first)
         shard = self._lane.shard
         rounds = Wire(self.settings.parameter_wire) is not Wire.FULL
         device = torch.device("cpu") if self.settings.offload == "cpu" else None

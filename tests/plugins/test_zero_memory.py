@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -127,6 +129,35 @@ def test_gradients_in_backward_never_exceed_the_share_and_a_bucket(stage: str) -
     assert largest < 0.8 * gradients
     for handle in handles:
         handle.remove()
+    zero.close()
+    here.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("stage", ["zero_2", "zero_3"])
+def test_gradients_that_travel_alone_wait_for_a_slow_wire(stage: str) -> None:
+    """A gradient larger than a bucket travels from where autograd put it, and nothing held backward back: behind a
+    slow wire they piled up to the whole model's. Now one travels at a time."""
+    module = Stack(8)
+    zero, here = STAGES[stage](ZeroSettings(bucket_mib=1e-3, first_bucket_mib=1e-3)), cases.context()
+    zero.apply(module, here)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    zero.attach([optimizer])
+    _step(module, optimizer)
+    send, waiting = zero._lane.shard.reduce_scatter, []
+
+    def slow_send(*args: object, **kwargs: object) -> object:
+        time.sleep(0.02)
+        return send(*args, **kwargs)
+
+    zero._lane.shard.reduce_scatter = slow_send
+    for parameter in module.parameters():
+        parameter.register_post_accumulate_grad_hook(
+            lambda _: waiting.append(sum(not future.done() for future in zero._gradients._futures))
+        )
+    module(torch.randn(4, WIDTH, requires_grad=True)).backward()
+    assert max(waiting) <= 3, waiting  # a weight, and biases, which have buffers of their own
+    assert len(zero._gradients.buckets) > 8
     zero.close()
     here.close()
 

@@ -49,13 +49,25 @@ class Regression(LightningModule):
 
 
 def candidate(
-    name: str, strategy: str | Callable[[], Strategy] | None = None, per_rank: int = PER_RANK, **module: Any
+    name: str,
+    strategy: str | Callable[[], Strategy] | None = None,
+    per_rank: int = PER_RANK,
+    data: int = 5,
+    **module: Any,
 ) -> Candidate:
-    """A candidate of that name; `strategy` where it is not registered, `module` for `Regression`."""
-    return Candidate(name, functools.partial(_build, strategy or name, per_rank, module), f"about {name}")
+    """A candidate of that name; `strategy` where it is not registered, `data` seeds it, `module` for `Regression`."""
+    return Candidate(name, functools.partial(_build, strategy or name, per_rank, data, module), f"about {name}")
 
 
-def _build(strategy: str | Callable[[], Strategy], per_rank: int, module: dict[str, Any], change: Change) -> Built:
+def dataset(seed: int = 5) -> TensorDataset:
+    """Features and targets of 100 samples."""
+    rows = torch.randn(100, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return TensorDataset(rows, rows[:, :3] * torch.linspace(0.5, 4.0, 100, dtype=torch.float64)[:, None])
+
+
+def _build(
+    strategy: str | Callable[[], Strategy], per_rank: int, data: int, module: dict[str, Any], change: Change
+) -> Built:
     seed_everything(3, verbose=False)
     arguments = {
         "accelerator": "cpu",
@@ -66,10 +78,8 @@ def _build(strategy: str | Callable[[], Strategy], per_rank: int, module: dict[s
         "gradient_clip_val": 0.3,
     }
     trainer = Trainer(**change(arguments))
-    generator = torch.Generator().manual_seed(5)
-    rows = torch.randn(96, 8, generator=generator, dtype=torch.float64)
-    data = TensorDataset(rows, rows[:, :3] * torch.linspace(0.5, 4.0, 96, dtype=torch.float64)[:, None])
-    return Built(trainer, Regression(**module), {"train_dataloaders": DataLoader(data, per_rank, shuffle=True)})
+    loader = DataLoader(dataset(data), per_rank, shuffle=True)
+    return Built(trainer, Regression(**module), {"train_dataloaders": loader})
 
 
 def fail() -> None:

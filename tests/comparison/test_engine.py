@@ -13,14 +13,16 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from lightning.pytorch import seed_everything
 
 from stratagem.comparison.engine import Options, compare
 from stratagem.comparison.results import Comparison, Contender
 from stratagem.errors import ConfigError
-from tests.comparison.runs import candidate, die, fail
+from tests.comparison.runs import Regression, candidate, dataset, die, fail
 from tests.contract.wrong import NormOfItsOwnPart, OneParameterForgotten, SameShareEverywhere, SumInsteadOfMean
 
-STEPS = 8  # more than an epoch, which has 6
+STEPS = 8  # more than an epoch, which has 7, the last of them with one small micro-batch
 
 
 def children() -> set[str]:
@@ -46,7 +48,7 @@ def by_name(comparison: Comparison) -> dict[str, Contender]:
 
 
 def test_right_strategies_equal_one_process_and_are_measured() -> None:
-    """Shuffled data, accumulation and clipping, over the end of an epoch, in float64."""
+    """Shuffled data, accumulation, clipping, over the uneven end of an epoch, in float64."""
     before = children()
     said: dict[str, int] = {}
 
@@ -62,6 +64,10 @@ def test_right_strategies_equal_one_process_and_are_measured() -> None:
     assert found.reference.global_batch == 16
     assert found.reference.twin_strict_steps == STEPS
     assert len(set(found.reference.losses)) == STEPS
+    seed_everything(3, verbose=False)
+    untrained, (rows, targets) = Regression().double(), dataset().tensors
+    mean = float(torch.nn.functional.mse_loss(untrained.net(rows), targets).detach())
+    assert 0.7 < found.reference.losses[0] / mean < 1.4  # of a step's 16 samples, not divided by the accumulation
     num_bytes = found.reference.num_parameters * 8
     assert num_bytes == (9 * 16 + 17 * 3) * 8
     for each in found.contenders:
@@ -114,6 +120,7 @@ def test_faults_are_found_where_they_are_and_who_dies_harms_nobody() -> None:
                 candidate("forgotten", OneParameterForgotten),
                 candidate("own_norm", NormOfItsOwnPart),
                 candidate("same_share", SameShareEverywhere),
+                candidate("other_rows", "ring_ddp", data=6),
                 candidate("other_batch", "ring_ddp", per_rank=2),
                 candidate("raises", "zero_1", act=fail, step=5),
                 candidate("killed", "ddp", act=die, step=7),
@@ -127,6 +134,7 @@ def test_faults_are_found_where_they_are_and_who_dies_harms_nobody() -> None:
         "forgotten": "differs",
         "own_norm": "differs",
         "same_share": "other data",
+        "other_rows": "other data",
         "other_batch": "other data",
         "raises": "failed",
         "killed": "failed",
@@ -148,6 +156,7 @@ def test_faults_are_found_where_they_are_and_who_dies_harms_nobody() -> None:
     assert (share.step, share.quantity) == (0, "samples")
     assert batch is not None
     assert batch.quantity == "samples"
+    assert "As many samples, but others" in " ".join(found["other_rows"].reasons)
     assert "8 samples" in " ".join(found["other_batch"].reasons)
     assert "16" in " ".join(found["other_batch"].reasons)
     raises, killed = found["raises"], found["killed"]

@@ -14,7 +14,7 @@ import io
 import os
 import zipfile
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast, final
@@ -121,28 +121,34 @@ class Stage:
         return taken
 
 
-def write(folder: Path, rank: int, choices: Sequence[Choice]) -> Written:
+def write(folder: Path, rank: int, choices: Iterable[Choice]) -> Written:
     """Writes this rank's file; it is on disk when this returns.
+
+    Args:
+        folder: of the draft.
+        rank: whose file.
+        choices: gone through once, and no tensor is kept, so that they may be made one at a time.
 
     Raises:
         OSError: the disk is full, the folder cannot be written to.
     """
     name = rank_file(rank)
-    places: list[tuple[int, int]] = []
+    places: list[tuple[str, Entry, Box, int, int]] = []
     with open(folder / name, "wb") as file:
         counted = _Counted(file)
         for choice in choices:
             start = counted.num_bytes
             torch.save(_bare(choice.tensor), cast(IO[bytes], counted))
-            places.append((start, counted.num_bytes - start))
+            empty = Entry(choice.part.shape, choice.part.dtype, ())
+            places.append((choice.name, empty, choice.box, start, counted.num_bytes - start))
         file.flush()
         os.fsync(file.fileno())
     entries: dict[str, Entry] = {}
     with open(folder / name, "rb") as file:
-        for choice, (offset, length) in zip(choices, places, strict=True):
-            chunk = Chunk(choice.box, name, offset, length, offset + _find_data(file, offset, length))
-            known = entries.get(choice.name, Entry(choice.part.shape, choice.part.dtype, ()))
-            entries[choice.name] = replace(known, chunks=(*known.chunks, chunk))
+        for tensor, empty, box, offset, length in places:
+            chunk = Chunk(box, name, offset, length, offset + _find_data(file, offset, length))
+            known = entries.get(tensor, empty)
+            entries[tensor] = replace(known, chunks=(*known.chunks, chunk))
     return Written(entries, {name: File(counted.num_bytes, counted.crc)})
 
 

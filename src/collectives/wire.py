@@ -44,6 +44,12 @@ class Wire(StrEnum):
         max |x|` within the block (a mean by `1/n` of it). A block that holds an infinity or a NaN arrives as NaN.
     INT4: half a byte per value and a float32 scale per block of 256 (0.516 bytes per value). As INT8, with 1/14 in the
         place of 1/254.
+
+    Measured, the root mean square error of a reduce-scatter's mean of normal values, as a part of that mean's own:
+
+        ranks      2       4       8      16
+        INT8    0.5 %   0.9 %   1.3 %   1.9 %       it grows with the hops, since each hop rounds a partial sum again
+        INT4      9 %    16 %    24 %    35 %
     """
 
     FULL = "full"

@@ -83,6 +83,27 @@ def test_blocks_round_once_by_at_most_and_up_to_half_a_step(wire: Wire) -> None:
         assert 0.9 * half_step < float((after - before).abs().max()) < half_step * (1 + 1e-5)
 
 
+@pytest.mark.parametrize(
+    ("wire", "errors"), [(Wire.INT8, (0.005, 0.009, 0.013, 0.019)), (Wire.INT4, (0.09, 0.16, 0.24, 0.35))]
+)
+def test_the_error_is_that_of_the_table(wire: Wire, errors: tuple[float, ...]) -> None:
+    """As `Wire` states it, and without a bias that would add up over steps."""
+    for n, stated in zip((2, 4, 8, 16), errors, strict=True):
+        contributions = random_tensors(n, 64 * BLOCK, torch.float32)
+        exact = torch.stack(contributions).double().mean(0)
+        fmt = wire_format(torch.float32, op=Op.MEAN, wire=wire, n=n)
+        got = torch.empty(fmt.message_numel(len(exact)), dtype=fmt.dtype)
+        fmt.contribute(contributions[0], got)
+        for mine in contributions[1:-1]:
+            out = torch.empty_like(got)
+            fmt.add_to_message(got, mine, out)
+            got = out
+        fmt.add_to_mine(got, contributions[-1])
+        error = contributions[-1].double() - exact
+        assert float(error.norm() / exact.norm()) == pytest.approx(stated, rel=0.1)
+        assert abs(float(error.mean())) < 0.01 * float(exact.std())
+
+
 @pytest.mark.parametrize("wire", HALF_STEPS)
 def test_blocks_use_a_scale_of_its_own_per_block(wire: Wire) -> None:
     small, large = torch.full((BLOCK,), 1e-6), torch.full((BLOCK,), 1e6)

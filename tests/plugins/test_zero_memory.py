@@ -66,6 +66,28 @@ def test_bytes_on_the_wire_are_those_of_the_formula(stage: str, rounds: int) -> 
     here.close()
 
 
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("wire", "ratio"), [("bf16", 0.5), ("int8", 0.254), ("int4", 0.129)])
+def test_narrow_gradients_are_as_much_smaller_as_stated(wire: str, ratio: float) -> None:
+    """By the kernel's count, and by the strategy's own formula; parameters travel in full beside them."""
+    torch.manual_seed(0)
+    module = Stack(6, WIDE)
+    zero, here = Zero2(ZeroSettings(gradient_wire=wire)), cases.context(transport="p2p")
+    zero.apply(module, here)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+    zero.attach([optimizer])
+    _step(module, optimizer)
+    dist.barrier()
+    with WireBytes() as measured:
+        _step(module, optimizer)
+        dist.barrier()
+    expected = (1 + ratio) / 2 * sum(p.numel() for p in module.parameters()) * 4
+    assert sum(measured.by_rank()) == pytest.approx(expected, rel=0.01)
+    assert sum(zero.wire_bytes_per_step().values()) == pytest.approx(expected, rel=0.005)
+    zero.close()
+    here.close()
+
+
 @pytest.mark.ranks(2, 4)
 @pytest.mark.parametrize(("stage", "whole", "divided"), [("zero_1", 8, 8), ("zero_2", 4, 12), ("zero_3", 0, 16)])
 def test_held_bytes_are_those_of_the_formula(stage: str, whole: int, divided: int) -> None:

@@ -65,6 +65,7 @@ def reference(running: Running, twin: Running, tolerance: float | None) -> Expec
             differences["gradient norm"].worst(),
             final,
             strict_steps(other, found, tolerance),
+            tuple(step.gradient_norm for step in other.steps),
         ),
     )
 

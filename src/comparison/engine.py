@@ -101,14 +101,7 @@ def compare(
         ConfigError: no candidates, two of one name, or an unknown baseline; or this process cannot be forked.
         RankError: the reference failed, so that there is nothing to compare with.
     """
-    names = [candidate.name for candidate in candidates]
-    baseline = options.baseline or (names[-1] if names else "")
-    if not names or len(set(names)) < len(names) or baseline not in names:
-        raise ConfigError(
-            f"{', '.join(names) or 'no strategy'}, and {baseline!r} for a baseline",
-            where="the contenders",
-            allowed="at least one strategy, each once, and a baseline among them",
-        )
+    baseline = _baseline([candidate.name for candidate in candidates], options.baseline)
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)  # a process with a pool of threads cannot be forked safely
     obstacle = fork_obstacle(1)
@@ -139,6 +132,18 @@ def compare(
         created,
         time.monotonic() - began,
     )
+
+
+def _baseline(names: Sequence[str], asked: str | None) -> str:
+    """Raises `ConfigError` if these cannot be compared."""
+    baseline = asked or (names[-1] if names else "")
+    if not names or len(set(names)) < len(names) or baseline not in names:
+        raise ConfigError(
+            f"{', '.join(names) or 'no strategy'}, and {baseline!r} for a baseline",
+            where="the contenders",
+            allowed="at least one strategy, each once, and a baseline among them",
+        )
+    return baseline
 
 
 @final

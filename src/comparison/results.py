@@ -129,6 +129,7 @@ class Reference:
         global_batch: samples per optimizer step.
         twin_losses: of a second such process, whose parameters began one rounding apart and which is the same in all
             else: how far rounding alone carries this training. Empty where there was none.
+        twin_gradient_norms: likewise of the twin.
         twin_loss: how far the twin's losses are from these.
         twin_gradient_norm: likewise.
         twin_parameters: likewise the final parameters.
@@ -146,6 +147,7 @@ class Reference:
     twin_gradient_norm: Deviation | None = None
     twin_parameters: Deviation | None = None
     twin_strict_steps: int = 0
+    twin_gradient_norms: tuple[float | None, ...] = ()
 
 
 @final

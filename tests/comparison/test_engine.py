@@ -211,6 +211,7 @@ def marked(mark: str) -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_one_after_the_other_and_what_depends_on_the_batch_is_named() -> None:
     """`sequential`, with dropout and with a batch norm that sees only its rank's samples."""
     options = Options(steps=3, rounds=1, turn=1, sequential=True)

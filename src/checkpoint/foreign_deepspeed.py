@@ -14,7 +14,7 @@ Exact weights and moments are vectors; `param_shapes` says which parameters lie 
                    rank 0 [ a a b b c ]  rank 1 [ a . b . c ]      (a: 3 elements, and one of padding)
 
 Note [nothing of DeepSpeed's runs]: its files hold objects of its classes beside the tensors (a loss scaler, an enum).
-Objects that do nothing are built in their place, so the files load with `weights_only`, and DeepSpeed need not be there.
+Objects that do nothing are built in their place, so the files load with `weights_only`, and DeepSpeed is not needed.
 """
 
 from __future__ import annotations

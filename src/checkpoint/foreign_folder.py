@@ -65,8 +65,6 @@ def write(picture: Picture, draft: commit.Draft) -> None:
     source = dict(picture.tree)
     extra = dict(source.get(EXTRA, {}))
     aliases = picture.aliases()
-    if aliases or extra:
-        source[EXTRA] = {**extra, "aliases": aliases}
     if tree.OPTIMIZERS in source:
         source[tree.OPTIMIZERS] = renamed_state(source[tree.OPTIMIZERS], extra.get("optimizer_names"), to_names=True)
     leaves: dict[int, tuple[str, Leaf]] = {}
@@ -74,8 +72,6 @@ def write(picture: Picture, draft: commit.Draft) -> None:
     def leaf(at: tree.Path, value: Any) -> Any:
         if not isinstance(value, Leaf):
             return value
-        if at[0] == EXTRA:  # small, and looked at before anything is read by name
-            return value.read()
         name, _ = leaves.setdefault(id(value), (tree.name_of(at), value))
         return {tree.LEAF: tree.name_of(at) if len(at) == 2 and at[0] == tree.STATE else name}
 

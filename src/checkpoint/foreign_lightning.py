@@ -4,8 +4,8 @@
     write   1  torch.save with room for the tensors but without their bytes
             2  the file is mapped, shared, and each tensor is copied into its room
 
-The file is what `torch.save` of the whole would be, but that the archive's checksums of tensors, which `torch.load` does
-not look at, are empty.
+The file is what `torch.save` of the whole would be, but that the archive's checksums of tensors, which `torch.load`
+does not look at, are empty.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from stratagem.checkpoint import tree
+from stratagem.checkpoint.tree import Path as TreePath
 from stratagem.errors import CheckpointError
 
 WINDOW_BYTES = 2**26
@@ -111,9 +112,9 @@ class Picture:
                 found[name] = known
         return found
 
-    def leaves(self) -> dict[tree.Path, Leaf]:
+    def leaves(self) -> dict[TreePath, Leaf]:
         """Every leaf by its way through the tree; a tied one once."""
-        found: dict[int, tuple[tree.Path, Leaf]] = {}
+        found: dict[int, tuple[TreePath, Leaf]] = {}
         for path, value in walk(self.tree):
             if isinstance(value, Leaf):
                 found.setdefault(id(value), (path, value))

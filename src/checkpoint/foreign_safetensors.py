@@ -70,7 +70,7 @@ def write(path: Path, leaves: Mapping[str, Leaf], metadata: Mapping[str, str]) -
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for name in order:
-            file.write(memoryview(_bytes(leaves[name].read()).numpy()))
+            file.write(_bytes(leaves[name].read()).numpy().data)
         file.flush()
         os.fsync(file.fileno())
 
@@ -110,7 +110,7 @@ def _leaf(path: Path, start: int, size: int, entry: Mapping[str, Any]) -> Leaf:
         found = torch.empty(shape, dtype=dtype)
         with open(path, "rb") as file:
             file.seek(start + first)
-            if found.numel() and file.readinto(memoryview(_bytes(found).numpy())) != end - first:
+            if found.numel() and file.readinto(_bytes(found).numpy().data) != end - first:
                 raise CheckpointError("it ends too early", where=str(path))
         return found
 

@@ -6,7 +6,7 @@
   stratagem convert runs/step=100.ckpt my-llama --to safetensors --config-from config.json
   stratagem convert runs/last.ckpt resumed --to folder      a checkpoint of DeepSpeed's ZeRO, with moments
 
-What SOURCE is, is seen from what lies there. One tensor is held at a time, and TARGET is not there until it is complete.
+What SOURCE is, is seen from what lies there. One tensor is held at a time, and TARGET is there when it is complete.
 """
 
 from __future__ import annotations

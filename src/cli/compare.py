@@ -31,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--strategies", required=True, help="names or config files, with commas between them")
     parser.add_argument("--steps", type=int, default=50, help="optimizer steps held against one process (50)")
     parser.add_argument("--rounds", type=int, default=3, help="turns at full speed of each strategy; 0: no timing (3)")
-    parser.add_argument("--timed-steps", type=int, default=4, help="counted steps of each such turn (4)")
+    parser.add_argument("--timed-steps", type=int, default=3, help="counted steps of each such turn (3)")
     parser.add_argument("--baseline", help="the strategy whose step time is 1 (ddp if it takes part, else the last)")
     parser.add_argument("--tolerance", type=float, help="relative difference that counts as equal (float32: 1e-5)")
     parser.add_argument("--json", type=Path, help="write what was found to this file")

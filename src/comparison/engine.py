@@ -61,7 +61,7 @@ class Options:
 
     steps: int = 50
     rounds: int = 3
-    turn: int = 4
+    turn: int = 3
     tolerance: float | None = None
     baseline: str | None = None
     sequential: bool = False

@@ -48,7 +48,7 @@ class ZeroSettings:
             fetched from all of them is kept, divided over runs of G neighbours, until the end of backward, which
             fetches from those alone (hpZ of ZeRO++). Of every parameter byte a rank then sends `(N-1)/N` along the
             whole axis and `(G-1)/G` within its run, in the place of `2 (N-1)/N` along the axis, for `1/G` of the
-            parameters' memory. G divides N.
+            parameters' memory. G divides N; 0: no such shard.
         restore_parameters: whether stage 3 gives every rank the whole model at the end of a run, as code after `fit`
             expects; set it to false for a model that no rank can hold, and use its checkpoint.
         max_live_mib: stage 3 fetches nothing ahead while so many MiB of fetched parameters are alive.
@@ -67,7 +67,7 @@ class ZeroSettings:
     offload: Literal["none", "cpu"] = "none"
     persistence_threshold: int = 1024
     prefetch: int = 1
-    secondary_shard: int | None = None
+    secondary_shard: int = 0
     max_live_mib: float = 1024.0
     restore_parameters: bool = True
 
@@ -78,9 +78,9 @@ class ZeroSettings:
         for name in ("persistence_threshold", "prefetch"):
             if getattr(self, name) < 0:
                 raise ConfigError(f"{name} is {getattr(self, name)}", where=f"zero.{name}", allowed="0 or more")
-        if self.secondary_shard is not None and self.secondary_shard < 1:
+        if self.secondary_shard < 0:
             raise ConfigError(
                 f"secondary_shard is {self.secondary_shard}",
                 where="zero.secondary_shard",
-                allowed="null, or 1 or more ranks",
+                allowed="0 for none, or a number of ranks",
             )

@@ -91,7 +91,7 @@ class Zero3(Zero):
         self._state_hook = module.register_state_dict_post_hook(lambda *args: self._fill_state(*args))
 
     def _secondary_shard(self) -> int | None:
-        wanted, size = self.settings.secondary_shard, self._lane.shard.size
+        wanted, size = self.settings.secondary_shard or None, self._lane.shard.size
         if wanted is not None and size % wanted:
             raise ConfigError(
                 f"secondary_shard is {wanted}, and {size} ranks divide a replica",

@@ -107,7 +107,7 @@ class Zero(Saving, ABC):
         self._gradients.on_finish = self._on_finish
         if self.settings.offload == "cpu" and context.device.type == "cpu":
             warnings.warn("zero.offload: cpu changes nothing, since the model is on the CPU already", stacklevel=2)
-        if self.settings.secondary_shard is not None and self.stage < 3:
+        if self.settings.secondary_shard and self.stage < 3:
             warnings.warn("zero.secondary_shard changes nothing before stage 3: parameters are whole", stacklevel=2)
 
     @torch.no_grad()

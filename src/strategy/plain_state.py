@@ -5,6 +5,11 @@ With Lightning's own checkpoint plugin the state is put together whole on rank 0
 rank states the parts that it holds, under the names and shapes of the plain module, and reads back the parts that it
 wants: nothing is whole anywhere.
 
+Note [who asks]: Lightning asks for the same state to save it and for other ends (the weights that a forked rank sends
+home, a moving average). Only a save can use parts; so Lightning's function that composes a checkpoint is replaced, on
+the one instance and until teardown, by one that says so first. `on_save_checkpoint` sees `Part`s where a rank has no
+more.
+
 Note [an open window]: a checkpoint may be taken between two micro-batches of a window. Gradients that are not averaged
 yet are saved per rank; on as many ranks each gets its own back, bit for bit, and on another number of ranks every one
 gets their mean, whose mean is the same. Those that are averaged already are saved in parts, like optimizer state. With
@@ -44,6 +49,7 @@ class PlainState(ParallelStrategy, ABC):
     context: Context | None = None
     _random_state: Mapping[str, Any] | None = None
     _window: Mapping[str, Any] | None = None
+    _composing = False
 
     @property
     @abstractmethod
@@ -60,37 +66,53 @@ class PlainState(ParallelStrategy, ABC):
 
     def _join_crew(self) -> None:
         """Opens the communicator of the checkpoint's thread. Collective over the world."""
-        if self._by_parts is not None and self.context is not None:
-            self._by_parts.join(self.context.communicator(*self.context.shape.sizes, lane="checkpoint"))
+        if self._by_parts is None or self.context is None:
+            return
+        self._by_parts.join(self.context.communicator(*self.context.shape.sizes, lane="checkpoint"))
+        assert self.lightning_module is not None
+        connector = self.lightning_module.trainer._checkpoint_connector
+        theirs = connector.dump_checkpoint
+
+        def dump_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:  # see Note [who asks]
+            self._composing = True
+            try:
+                return theirs(*args, **kwargs)
+            finally:
+                self._composing = False
+
+        connector.dump_checkpoint = dump_checkpoint  # type: ignore[method-assign]
 
     def _leave_crew(self, failed: bool) -> None:
         """Waits for the save in flight, or on the failing path for nobody. Collective if not `failed`."""
-        if self._by_parts is not None:
-            self._by_parts.abandon() if failed else self._by_parts.leave()
+        if self._by_parts is None:
+            return
+        if self.lightning_module is not None:
+            self.lightning_module.trainer._checkpoint_connector.__dict__.pop("dump_checkpoint", None)
+        self._by_parts.abandon() if failed else self._by_parts.leave()
 
     # -- out -------------------------------------------------------------------------------------------------------
 
     @override
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Under the indices that the plain optimizer has: whole on rank 0, or in parts. Every rank calls it."""
+        """Under the indices that the plain optimizer has: whole on rank 0, or for a save in parts. Collective."""
         inner = optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer
         if self._data is None:
             return super().optimizer_state(inner)
-        return self._data.optimizer_parts(inner) if self._by_parts else self._data.optimizer_state(inner)
+        return self._data.optimizer_parts(inner) if self._composing else self._data.optimizer_state(inner)
 
     @override
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Under the names of the plain module: whole on rank 0, or in parts. Every rank calls it."""
+        """Under the names of the plain module: whole on rank 0, or for a save in parts. Every rank calls it."""
         assert self.lightning_module is not None
         if self._data is None:
             return super().lightning_module_state_dict()
         module = self.lightning_module
-        return self._data.module_parts(module) if self._by_parts else self._data.module_state(module)
+        return self._data.module_parts(module) if self._composing else self._data.module_state(module)
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
         """Every rank calls it; with `FaultTolerantCheckpointIO` every rank writes."""
-        if self._by_parts is None:
+        if self._by_parts is None or self.context is None:  # no run is on: rank 0 has it all
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
         checkpoint = {**checkpoint, EXTRA: self._extra()}

@@ -19,6 +19,7 @@ class TestDDP(StrategyContract):
     replicated = ("parameters", "optimizer")  # after the last step nobody sends the buffers round
     supports_uneven_batches = Lacks("its sampler repeats samples until the ranks have as many each")
     supports_sync_batchnorm = Lacks("torch's SyncBatchNorm runs on accelerators only")
+    supports_resuming = Lacks("it saves neither random states nor the gradients of an open window")
     supports_naming_the_peer = Lacks("Gloo's errors name an address")
 
     @override

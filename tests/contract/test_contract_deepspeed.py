@@ -44,6 +44,8 @@ def shown(strategy: DeepSpeedZeroStrategy) -> DeepSpeedZeroStrategy:
     theirs = strategy.backward
 
     def backward(*args: Any, **kwargs: Any) -> Tensor:
+        size = strategy.world_size
+        opened.context = SimpleNamespace(placements={}, shape=SimpleNamespace(sizes={"dp_shard": size}, size=size))
         loss = theirs(*args, **kwargs)
         (optimizer,) = opened.optimizers
         masters = shards.masters(optimizer)
@@ -68,7 +70,6 @@ def shown(strategy: DeepSpeedZeroStrategy) -> DeepSpeedZeroStrategy:
         return Placement("", tuple(tensor.shape), shard_axes=("dp_shard",))
 
     opened.backward = backward
-    opened.context = SimpleNamespace(placements={}, shape=SimpleNamespace(sizes={"dp_shard": 2}, size=2))
     opened._data = SimpleNamespace(placement_of=placement_of)
     return strategy
 
@@ -92,10 +93,8 @@ class TestDeepSpeed(StrategyContract):
     replicated = ("parameters",)  # ranks normalise batches and keep statistics each for itself; state is divided
     supports_manual_optimization = Refuses("the engine allows one optimizer, which it steps itself")
     supports_clipping_by_value = Refuses("DeepSpeed has no code for it")
-    supports_uneven_batches = Lacks(
-        "the contract deals to strangers by a sampler; test_deepspeed.py has uneven batches"
-    )
     supports_unused_parameters = Refuses("it adds up different parameters where ranks take different branches")
+    supports_resuming = Lacks("its checkpoints are DeepSpeed's own; test_deepspeed.py resumes from them")
     supports_naming_the_peer = Lacks("Gloo's errors name an address")
     sends_to_right_neighbour_only = False
 

@@ -9,12 +9,12 @@
     1 parity         losses, gradient norms and weights are those of one process              parity.py
     2 replicas       ranks end with the same bits                                              parity.py
     3 fingerprint    bytes on the wire and bytes held are those of the formula                 fingerprint.py
+    4 resume         stopped and taken up again, a run is the run that never stopped            resume.py
     5 promises       what Lightning promises holds                                             promises.py
     6 failure        one rank's end is every rank's end, soon and with its cause               failure.py
 
-Item 4, resuming, joins with the checkpoints. The suite trusts nothing that the strategy says about itself: it reads
-losses and gradients off the module, bytes off the kernel, and memory off the storages. What it was proved to catch is
-in its own tests.
+The suite trusts nothing that the strategy says about itself: it reads losses and gradients off the module, bytes off
+the kernel, and memory off the storages. What it was proved to catch is in its own tests.
 """
 
 from __future__ import annotations

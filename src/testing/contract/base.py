@@ -54,6 +54,7 @@ class ContractBase:
     supports_uneven_batches: ClassVar[Capability] = True
     supports_skipped_steps: ClassVar[Capability] = NO_SKIPPED_STEPS
     supports_own_seeds: ClassVar[Capability] = True
+    supports_resuming: ClassVar[Capability] = True
     supports_naming_the_peer: ClassVar[Capability] = True
     supports_bounded_hang: ClassVar[Capability] = True
 

@@ -32,6 +32,7 @@ from typing_extensions import override
 
 from stratagem.placement import Placement
 from stratagem.strategy.base import MeshStrategy
+from stratagem.strategy.settings import RunSettings
 from stratagem.testing.contract.cases import Case
 from stratagem.testing.contract.subject import Build, Precision, Subject, build_strategy
 from stratagem.testing.ranks import RanksFailed, run_ranks
@@ -219,7 +220,7 @@ def make_loader(
 
 def is_ours(subject: Subject) -> bool:
     """Whether the strategy can take a loader's batch size as that of all ranks."""
-    return isinstance(build_strategy(subject), MeshStrategy)
+    return isinstance(getattr(build_strategy(subject), "run", None), RunSettings)
 
 
 def dist_size() -> int:

@@ -12,6 +12,7 @@ from typing import Any, Literal, final
 from lightning.pytorch.strategies import Strategy
 
 from stratagem.strategy.base import MeshStrategy
+from stratagem.strategy.settings import RunSettings
 
 
 @final
@@ -73,6 +74,7 @@ class Subject:
         uneven_batches: a last batch that the ranks cannot share evenly counts by samples, as in one process.
         skipped_steps: a `training_step` that returns None on some ranks only.
         own_seeds: ranks may be seeded each in its own way; rank 0's initial weights count.
+        resuming: `FaultTolerantCheckpointIO` saves and restores all of a run, in the middle of an epoch and a window.
         naming_the_peer: on a failure the other ranks name the one that failed, and the axis.
         bounded_hang: `set_timeout` bounds the wait for a rank that hangs.
         precisions: those that train.
@@ -91,6 +93,7 @@ class Subject:
     uneven_batches: Capability = True
     skipped_steps: Capability = NO_SKIPPED_STEPS
     own_seeds: Capability = True
+    resuming: Capability = True
     naming_the_peer: Capability = True
     bounded_hang: Capability = True
     precisions: tuple[Precision, ...] = ("32-true", "bf16-mixed", "bf16-true", "64-true")
@@ -144,8 +147,11 @@ def build_strategy(subject: Subject, build: Build = Build()) -> Strategy:  # fro
             transport=build.transport,
             batch_size="global" if build.global_batch else "per_rank",
         )
-    elif hasattr(strategy, "_timeout"):  # Lightning's own DDP and FSDP
+    elif hasattr(strategy, "_timeout"):  # Lightning's own DDP and FSDP, and what is built on them
         strategy._timeout = build.timeout
+        if isinstance(getattr(strategy, "run", None), RunSettings):
+            batch_size: Any = "global" if build.global_batch else "per_rank"
+            strategy.run = dataclasses.replace(strategy.run, timeout=build.timeout, batch_size=batch_size)
     assert isinstance(strategy, Strategy), f"{subject.name} built {type(strategy)}, which is no Lightning strategy"
     return strategy
 

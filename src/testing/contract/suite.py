@@ -7,9 +7,10 @@ from stratagem.testing.contract.failure import FailureContract
 from stratagem.testing.contract.fingerprint import FingerprintContract
 from stratagem.testing.contract.parity import ParityContract
 from stratagem.testing.contract.promises import PromisesContract
+from stratagem.testing.contract.resume import ResumeContract
 
 
-class StrategyContract(ParityContract, FingerprintContract, PromisesContract, FailureContract):
+class StrategyContract(ParityContract, FingerprintContract, ResumeContract, PromisesContract, FailureContract):
     """The contract; subclass it in a test module and name your strategy.
 
         class TestMine(StrategyContract):

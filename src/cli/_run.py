@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, final
 
@@ -23,11 +23,14 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from typing_extensions import override
 
 from stratagem import config
+from stratagem.checkpoint.manifest import MANIFEST
+from stratagem.checkpoint.tree import whole
 from stratagem.cli import RUN_VERBS
 from stratagem.cli._quiet import quiet
 from stratagem.config.messages import understand
 from stratagem.errors import ConfigError, UserError
 from stratagem.registry import strategies
+from stratagem.strategy.checkpoint_io import FaultTolerantCheckpointIO
 
 
 def run(verb: str, words: list[str]) -> int:
@@ -103,11 +106,18 @@ class RunCLI(LightningCLI):
     def _parse_ckpt_path(self) -> None:
         """LightningCLI reads hyperparameters out of the checkpoint; a file that is none is the user's mistake.
 
+        Of a folder, which LightningCLI passes over, they are read here.
+
         Raises:
             ConfigError: the file is not a checkpoint.
         """
+        verb = self.config["subcommand"]
+        path = self.config[verb].get("ckpt_path")
         try:
-            super()._parse_ckpt_path()
+            if path and (Path(path) / MANIFEST).is_file():
+                self._adopt(verb, FaultTolerantCheckpointIO(verify="sizes").open_checkpoint(path, weights_only=True))
+            else:
+                super()._parse_ckpt_path()
         except ArgumentError as error:
             fault = understand(str(error))
             what = f"its hyperparameters do not fit the model: {'.'.join(fault.keys)}: {fault.what or 'unknown key'}"
@@ -115,6 +125,15 @@ class RunCLI(LightningCLI):
         except Exception as error:  # torch.load raises as many kinds of errors as there are broken files
             reason = f"{type(error).__name__}: {error}".split("\n")[0]
             raise ConfigError(f"this file is no checkpoint ({reason})", where="ckpt_path") from error
+
+    def _adopt(self, verb: str, checkpoint: Mapping[str, Any]) -> None:
+        """Takes the hyperparameters of a checkpoint for those of the model, as LightningCLI does."""
+        found = whole(checkpoint.get("hyper_parameters", {}))
+        found.pop("_instantiator", None)
+        if "_class_path" in found:
+            found = {"class_path": found.pop("_class_path"), "dict_kwargs": found}
+        if found:
+            self.config = self.parser.parse_object({verb: {"model": found}}, self.config)
 
     @override
     def _set_seed(self) -> None:

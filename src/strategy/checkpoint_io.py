@@ -91,7 +91,13 @@ class _Job:
 class FaultTolerantCheckpointIO(CheckpointIO):
     """Writes checkpoints that any strategy reads on any number of ranks; see the module's documentation.
 
-    A checkpoint is a folder. Put it into the Trainer's `plugins`.
+    A checkpoint is a folder. Put it into the Trainer's `plugins`, in Python or in a config:
+
+        trainer:
+          plugins: stratagem.strategy.FaultTolerantCheckpointIO
+
+    `ckpt_path` takes such a folder, and plain `.ckpt` files still. `LightningModule.load_from_checkpoint` knows files
+    only: `stratagem convert FOLDER x.ckpt` makes one.
 
     Args:
         async_save: return as soon as the state was copied aside, and write in the background. A failure is raised at
@@ -135,11 +141,10 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             self.settle()
         finally:
             self._crew = Alone()
-            self._end_thread()
 
     def abandon(self) -> None:
         """As `leave` on the failing path: waits for nobody. What was not committed is not there."""
-        self._flying, self._crew = None, Alone()
+        self._flying, self._crew, self._doomed = None, Alone(), []
         if self._thread is not None:
             self._thread.shutdown(wait=False, cancel_futures=True)
             self._thread = None
@@ -147,7 +152,6 @@ class FaultTolerantCheckpointIO(CheckpointIO):
     @override
     def teardown(self) -> None:
         self.settle()
-        self._end_thread()
 
     def _end_thread(self) -> None:
         if self._thread is not None:
@@ -176,11 +180,11 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         target = _local(path)
         self.settle()
         job = self._prepare(checkpoint, target)
-        if self._thread is None:
+        if self._async:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._flying = self._thread.submit(self._persist, job)
-        if not self._async:
-            self.settle()
+            self._flying = self._thread.submit(self._persist, job)
+        else:
+            self._persist(job)
 
     def settle(self) -> None:
         """Waits for the save in flight, if there is one, and removes what may go now that it is committed. Collective.
@@ -190,7 +194,10 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         """
         flying, self._flying = self._flying, None
         if flying is not None:
-            flying.result()
+            try:
+                flying.result()
+            finally:
+                self._end_thread()
         doomed, self._doomed = self._doomed, []
         for folder in doomed:
             commit.remove(folder)
@@ -325,9 +332,9 @@ class FaultTolerantCheckpointIO(CheckpointIO):
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
-        """Removes a checkpoint, but not before the save in flight is committed."""
+        """Removes a checkpoint, but not before the save in flight is known to be committed."""
         folder = _local(path)
-        if self._flying is not None and not self._flying.done():
+        if self._flying is not None:  # even if it is over: it may have failed, and then this one is needed
             self._doomed.append(folder)
         else:
             commit.remove(folder)

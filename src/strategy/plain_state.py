@@ -36,6 +36,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stratagem.checkpoint import tree
+from stratagem.checkpoint.manifest import MANIFEST
 from stratagem.strategy.checkpoint_io import FaultTolerantCheckpointIO
 from stratagem.technique import Context, DataTechnique
 
@@ -114,6 +115,8 @@ class PlainState(ParallelStrategy, ABC):
         """Every rank calls it; with `FaultTolerantCheckpointIO` every rank writes."""
         if self._by_parts is None or self.context is None:  # no run is on: rank 0 has it all
             super().save_checkpoint(checkpoint, filepath, storage_options)
+            if self._by_parts is not None:
+                self._by_parts.settle()  # nobody else will wait for it
             return
         checkpoint = {**checkpoint, EXTRA: self._extra()}
         self._by_parts.save_checkpoint(checkpoint, filepath, storage_options)
@@ -152,10 +155,14 @@ class PlainState(ParallelStrategy, ABC):
 
     @override
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """Every rank calls it; with `FaultTolerantCheckpointIO` each reads what it needs of it, when it needs it."""
-        if self._by_parts is None or not _is_folder(checkpoint_path):
+        """Every rank calls it; of a folder each reads what it needs of it, when it needs it, whatever the plugin."""
+        io = self._by_parts
+        if io is None and self.context is not None and (Path(str(checkpoint_path)) / MANIFEST).is_file():
+            io = FaultTolerantCheckpointIO()
+            io.join(self.context.communicator(*self.context.shape.sizes))
+        if io is None or not _is_folder(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
-        checkpoint = self._by_parts.open_checkpoint(checkpoint_path, weights_only)
+        checkpoint = io.open_checkpoint(checkpoint_path, weights_only)
         ranks = checkpoint.get(EXTRA, {}).get("ranks", [])
         self._random_state = tree.whole(ranks[self.global_rank]["random"]) if len(ranks) == self.world_size else None
         return checkpoint

@@ -3,20 +3,29 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.demos.boring_classes import BoringModel
 from torch import nn
 from typing_extensions import override
 
+from stratagem.checkpoint.manifest import MANIFEST
+from stratagem.cli import main
 from stratagem.plugins.ring_ddp import RingDDPStrategy
 from stratagem.registry import strategies
+from stratagem.strategy import FaultTolerantCheckpointIO
 from stratagem.testing.contract import Subject
+from stratagem.testing.contract.narrator import Narrator
 from stratagem.testing.contract.resume import assert_goes_on, check_bit_equal, go
 from stratagem.testing.contract.resuming import Leg, Moment
-from stratagem.testing.contract.runs import Gangs
+from stratagem.testing.contract.runs import Gangs, Run, make_loader, make_trainer
+from stratagem.testing.contract.stages import numbered_rows
 
 OURS = sorted(
     name
@@ -89,6 +98,116 @@ def test_lightnings_ddp_into_ours_and_back(tmp_path: Path) -> None:
     go(Gangs(), 2, legs)
     resume_all(tmp_path, [("ddp", 2)], 3, ["zero_3"])
     resume_all(tmp_path, [("ring_ddp", 2)], 2, ["ddp"])
+
+
+# -- Lightning's own ways to a checkpoint ---------------------------------------------------------------------------
+
+
+def fit_and_use(folder: Path, name: str, async_save: bool) -> dict[str, Any]:
+    """Trains with the best two kept, and uses what was kept in every stage; what this rank saw."""
+    seen: dict[str, Any] = {}
+    kept = ModelCheckpoint(folder, "{step}", monitor="val_loss", mode="min", save_top_k=2, save_last=True)
+    often = ModelCheckpoint(folder / "often", "{step}", every_n_train_steps=2, save_top_k=-1)
+    plugins = [FaultTolerantCheckpointIO(async_save=async_save)]
+    subject, module = Subject(strategy=name), Narrator()
+    trainer = make_trainer(
+        subject,
+        Run(),
+        kept,
+        often,
+        max_epochs=4,
+        enable_checkpointing=True,
+        plugins=plugins,
+        use_distributed_sampler=True,
+    )
+    training, judging = (make_loader(subject, numbered_rows(n), 12) for n in (24, 36))
+    trainer.fit(module, training, judging)
+    scores = {path: float(score) for path, score in kept.best_k_models.items()}
+    seen["folders"] = sorted(str(path.relative_to(folder)) for path in folder.rglob("*.ckpt"))
+    seen["hidden"] = sorted(path.name for path in folder.rglob(".*.tmp-*"))
+    seen["best is best"] = kept.best_model_path == min(scores, key=lambda path: scores[path])
+    last = trainer.validate(module, judging, ckpt_path="last", verbose=False)[0]["val_loss"]
+    best = trainer.validate(module, judging, ckpt_path="best", verbose=False)[0]["val_loss"]
+    seen["scores"] = (best, scores[kept.best_model_path], last)
+    tested = trainer.test(module, judging, ckpt_path=kept.best_model_path, verbose=False)
+    seen["stages"] = (len(tested), len(trainer.predict(module, judging, ckpt_path="best") or []))
+    trainer.save_checkpoint(folder / "by hand.ckpt")
+    more = make_trainer(
+        subject, Run(), max_epochs=5, plugins=[FaultTolerantCheckpointIO()], use_distributed_sampler=True
+    )
+    more.fit(Narrator(), training, judging, ckpt_path=str(folder / "last.ckpt"))
+    seen["steps"] = (trainer.global_step, more.global_step)
+    plain = make_trainer(subject, Run(), max_epochs=1)
+    plain.fit(Narrator(), training, judging, ckpt_path=None)
+    plain.save_checkpoint(folder / "plain.ckpt")
+    again = make_trainer(subject, Run(), max_epochs=2, plugins=[FaultTolerantCheckpointIO()])
+    again.fit(Narrator(), training, judging, ckpt_path=str(folder / "plain.ckpt"))
+    unplugged = make_trainer(subject, Run(), max_epochs=6)
+    unplugged.fit(Narrator(), training, judging, ckpt_path=str(folder / "last.ckpt"))
+    seen["other formats"] = (again.global_step, unplugged.global_step)
+    return seen
+
+
+@pytest.mark.parametrize(("name", "async_save"), [("ring_ddp", True), ("zero_3", False)])
+def test_lightnings_ways_to_a_checkpoint(name: str, async_save: bool, tmp_path: Path) -> None:
+    kwargs = {"folder": tmp_path, "name": name, "async_save": async_save}
+    for seen in Gangs().run(2, fit_and_use, kwargs):
+        often = [f"often/step={step}.ckpt" for step in (2, 4, 6, 8)]
+        assert len(seen["folders"]) == 3 + len(often), seen["folders"]
+        assert {"last.ckpt", *often} < set(seen["folders"])
+        assert seen["hidden"] == []
+        assert seen["best is best"]
+        best, expected, last = seen["scores"]
+        assert best == pytest.approx(expected, rel=1e-6)
+        assert best <= last
+        assert seen["stages"][0] == 1
+        assert seen["stages"][1] > 0
+        assert seen["steps"] == (8, 10)
+        assert seen["other formats"] == (4, 12)
+    assert (tmp_path / "last.ckpt" / MANIFEST).is_file()
+    assert (tmp_path / "by hand.ckpt" / MANIFEST).is_file()
+
+
+class Scaled(BoringModel):
+    """Has a hyperparameter that a checkpoint brings back."""
+
+    def __init__(self, scale: float = 1.0) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        scales.append(scale)
+
+
+scales: list[float] = []
+
+
+def command(*words: str) -> int:
+    """One run of the command line, in a process of its own."""
+    scales.clear()
+    return main([words[0], "--config", "run.yaml", *words[1:]])
+
+
+def from_the_command_line(folder: Path) -> list[float]:
+    """Fits, goes on from the folder with its hyperparameters, and validates; which scales were built."""
+    os.chdir(folder)
+    trainer = {"max_steps": 2, "accelerator": "cpu", "devices": 1, "limit_val_batches": 1, "logger": False}
+    kept = {"class_path": "lightning.pytorch.callbacks.ModelCheckpoint", "init_args": {"dirpath": ".", "filename": "x"}}
+    trainer |= {"plugins": "stratagem.strategy.FaultTolerantCheckpointIO", "callbacks": [kept], "strategy": "ring_ddp"}
+    model = {"class_path": f"{__name__}.Scaled"}
+    Path("run.yaml").write_text(yaml.safe_dump({"trainer": trainer, "model": model}))
+    assert command("fit", "--model.scale", "3") == 0
+    assert command("fit", "--ckpt_path", "x.ckpt", "--trainer.max_steps", "4") == 0
+    found = list(scales)
+    assert command("validate", "--ckpt_path", "x.ckpt") == 0
+    return [*found, *scales]
+
+
+def test_the_command_line_takes_a_folder(tmp_path: Path) -> None:
+    """The plugin by a config, the checkpoint by `--ckpt_path`, and the hyperparameters out of it."""
+    assert Gangs().run(1, from_the_command_line, {"folder": tmp_path}, group=False) == [[3.0, 3.0]]
+    assert (tmp_path / "x.ckpt" / MANIFEST).is_file()
+
+
+# -- the contract bites ---------------------------------------------------------------------------------------------
 
 
 class ForgetsRandomness(RingDDPStrategy):

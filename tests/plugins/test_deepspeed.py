@@ -116,7 +116,10 @@ def fit(name: str | None, module: type[LightningModule] = Odd, **options: Any) -
         callbacks=[reader],
     )
     data = torch.randn(27, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    trainer.fit(module(), DataLoader(data, batch_size=8, shuffle=False))
+    trained = module()
+    before = [set(vars(each)) for each in trained.children()]
+    trainer.fit(trained, DataLoader(data, batch_size=8, shuffle=False))
+    assert [set(vars(each)) for each in trained.children()] == before, "DeepSpeed has left its own on the modules"
     return reader.found
 
 

@@ -125,6 +125,15 @@ class PlainModule:
         "_backward_pre_hooks",
     )
 
+    _THEIRS = (
+        *("ds_", "_ds_", "_z3_", "_external_params", "all_parameters", "_original_parameters"),
+        *("pre_bwd_fn", "post_bwd_fn", "applied_pre_backward_ref_cnt"),
+    )
+    """How the attributes begin that DeepSpeed puts on modules.
+
+    With one left it takes the module for prepared, and a second run's backward would go through the first one's engine.
+    """
+
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._parameters = {id(p): (p, p.requires_grad, dict(vars(p))) for p in module.parameters()}
@@ -160,7 +169,7 @@ class PlainModule:
                 delattr(parameter, name)
         for each, attributes, hooks in self._modules:
             for name in set(vars(each)) - set(attributes):
-                if name.startswith(("ds_", "_ds_", "_z3_")):
+                if name.startswith(self._THEIRS):
                     delattr(each, name)
             if type(each._parameters) is not dict:
                 each._parameters = dict(each._parameters)

@@ -269,6 +269,18 @@ class DeepSpeedZeroStrategy(DeepSpeedStrategy, ABC):
         self.post_backward(closure_loss)
         return closure_loss
 
+    @override
+    def reduce(self, tensor: Tensor | Any, group: Any | None = None, reduce_op: Any = "mean") -> Tensor | Any:
+        """As Lightning's; but whole numbers are averaged as float32.
+
+        Lightning would cut the mean off: what is logged is divided by the mean number of samples, so that an epoch's
+        values would be wrong where ranks have an odd number of them.
+        """
+        name = str(getattr(reduce_op, "name", reduce_op)).lower()
+        if isinstance(tensor, Tensor) and name in ("mean", "avg") and not tensor.is_floating_point():
+            tensor = tensor if tensor.is_complex() else tensor.float()
+        return super().reduce(tensor, group, reduce_op)
+
     def gradient_norm(self, optimizer: Optimizer | None = None) -> float:
         """The 2-norm of the whole averaged gradient before clipping; right before the optimizer's step.
 

@@ -21,9 +21,9 @@ import os
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import final
+from typing import Literal, final
 
 from stratagem.checkpoint.manifest import MANIFEST, Manifest
 from stratagem.checkpoint.reading import Reader
@@ -31,6 +31,9 @@ from stratagem.errors import CheckpointError
 
 _LOCK = ".lock"
 _AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # of linux/fcntl.h and linux/fs.h
+
+
+Step = Literal["manifest", "renamed"]
 
 
 @final
@@ -52,8 +55,12 @@ class Draft:
             self._lock = open(self.folder / _LOCK, "wb")  # noqa: SIM115  # held as long as the draft
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
-    def commit(self, manifest: Manifest) -> None:
+    def commit(self, manifest: Manifest, at: Callable[[Step, Path], None] = lambda *_: None) -> None:
         """Makes it a checkpoint; one of that name that was there is gone afterwards.
+
+        Args:
+            manifest: of all ranks.
+            at: told when the last file is there, and when the name is: between them lies the commit.
 
         Raises:
             CheckpointError: the disk is full or the folder was taken away; what was there before is untouched.
@@ -62,7 +69,11 @@ class Draft:
             write_text(self.folder / MANIFEST, manifest.to_json())
             os.unlink(self.folder / _LOCK)
             sync_folder(self.folder)
-            replace_folder(self.folder, self.target)
+            at("manifest", self.folder)
+            old = _take_name(self.folder, self.target)
+            at("renamed", self.target)
+            if old is not None:
+                _remove(old)
         self._lock.close()
 
     def discard(self) -> None:
@@ -111,21 +122,11 @@ def replace_folder(new: Path, target: Path) -> None:
     """Renames a folder to a name that another folder, or file, may have, which is removed then.
 
     Where the system can exchange two names at once there is no moment without a checkpoint of that name. Elsewhere the
-    old one is moved aside first, under a name that `newest` also looks at.
+    old one is moved aside first, under a name that `candidates` also looks at.
     """
-    if not target.exists():
-        os.rename(new, target)
-        sync_folder(target.parent)
-        return
-    if _exchange(new, target):
-        sync_folder(target.parent)
-        _remove(new)
-        return
-    aside = target.parent / f".{target.name}.old-{secrets.token_hex(4)}"
-    os.rename(target, aside)
-    os.rename(new, target)
-    sync_folder(target.parent)
-    _remove(aside)
+    old = _take_name(new, target)
+    if old is not None:
+        _remove(old)
 
 
 def remove(target: Path) -> None:
@@ -203,6 +204,21 @@ def candidates(folder: Path) -> list[Path]:
             about = {}
         found.append(((about.get("global_step", -1), about.get("created", 0.0)), manifest.parent))
     return [path for _, path in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def _take_name(new: Path, target: Path) -> Path | None:
+    """Gives `new` the name `target`; returns where what had that name is now."""
+    aside: Path | None = None
+    if not target.exists():
+        os.rename(new, target)
+    elif _exchange(new, target):
+        aside = new
+    else:
+        aside = target.parent / f".{target.name}.old-{secrets.token_hex(4)}"
+        os.rename(target, aside)
+        os.rename(new, target)
+    sync_folder(target.parent)
+    return aside
 
 
 def _exchange(one: Path, other: Path) -> bool:

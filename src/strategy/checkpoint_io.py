@@ -16,11 +16,11 @@ so ranks meet in it in the same order, whatever the training does meanwhile. A p
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol, final
+from typing import Any, Literal, final
 
 import torch
 from lightning.fabric.plugins import CheckpointIO
@@ -34,45 +34,18 @@ from stratagem.checkpoint.parts import Part
 from stratagem.checkpoint.reading import Reader
 from stratagem.checkpoint.writing import Choice, Stage, choose, write, write_object
 from stratagem.errors import CheckpointError, ConfigError
+from stratagem.strategy.crew import Alone, Crew
 
 Verify = Literal["checksums", "sizes"]
 
 
-class Crew(Protocol):
-    """The ranks that save together; a `Communicator` is one."""
+Point = Literal[
+    "staged", "drafted", "writing", "written", "agreed", "described", "manifest", "renamed", "committed", "settled"
+]
+"""Where a save can be watched, in order. From `described` to `committed` rank 0 alone is there."""
 
-    @property
-    def rank(self) -> int:
-        """This one's number among them."""
-        ...
-
-    @property
-    def size(self) -> int:
-        """How many."""
-        ...
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """Everyone's value, on every rank. Collective."""
-        ...
-
-    def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """Rank `src`'s value. Collective."""
-        ...
-
-
-@final
-class Alone:
-    """A crew of one."""
-
-    rank, size = 0, 1
-
-    def gather_objects(self, value: Any) -> list[Any]:
-        """The value."""
-        return [value]
-
-    def broadcast_object(self, value: Any, src: int = 0) -> Any:
-        """The value."""
-        return value
+Watcher = Callable[[Point, int, Path], None]
+"""Is told the point, the checkpoint's `global_step`, and the folder: of the draft, and from `renamed` on the target."""
 
 
 @final
@@ -86,6 +59,7 @@ class _Job:
     objects: Any
     aliases: Mapping[str, str]
     about: Mapping[str, Any]
+    step: int
 
 
 class FaultTolerantCheckpointIO(CheckpointIO):
@@ -104,12 +78,16 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             the next save or at the end of the run. Needs host memory for one copy of what a rank writes.
         verify: what is compared before a checkpoint is loaded: `checksums` reads every file once, shared by the ranks;
             `sizes` does not.
+
+    Attributes:
+        watcher: called at each `Point` of a save, in the thread that saves (`stratagem.testing.Faults`).
     """
 
     def __init__(self, async_save: bool = False, verify: Verify = "checksums") -> None:
         if verify not in ("checksums", "sizes"):
             raise ConfigError(f"{verify!r}", where="verify", allowed="checksums, sizes")
         self._async, self._verify = async_save, verify
+        self.watcher: Watcher | None = None
         self._crew: Crew = Alone()
         self._stage = Stage()
         self._thread: ThreadPoolExecutor | None = None
@@ -211,6 +189,8 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         choices = choose({name: part for name, part in parts.items() if name not in aliases})
         if self._async:
             choices = self._stage.take(choices)
+        step = int(checkpoint.get("global_step", -1))
+        self._at("staged", step, target)
         draft, word = None, ""
         if crew.rank == 0:
             try:
@@ -228,7 +208,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         if isinstance(rest, dict):
             rest["stratagem"]["ranks"] = [each for _, each in words if each is not None]
         about = {
-            "global_step": checkpoint.get("global_step", -1),
+            "global_step": step,
             "epoch": checkpoint.get("epoch", -1),
             "created": time.time(),
             "ranks": crew.size,
@@ -236,7 +216,8 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             "lightning": checkpoint.get("pytorch-lightning_version", ""),
             **{key: value for key, value in extra.items() if isinstance(value, str | int | float)},
         }
-        return _Job(draft, Path(word), choices, rest, aliases, about)
+        self._at("drafted", step, Path(word))
+        return _Job(draft, Path(word), choices, rest, aliases, about, step)
 
     def _part_of(self, path: tree.Path, tensor: Tensor) -> Part | None:
         """Replicas of the model's and the optimizers' state share the work; of all else rank 0's counts."""
@@ -250,20 +231,24 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         written = Written({}, {})
         try:
             with commit.reported("written", job.folder):
-                written = write(job.folder, crew.rank, job.choices)
+                written = write(job.folder, crew.rank, self._watched(job))
                 if crew.rank == 0:
                     objects = write_object(job.folder / OBJECTS, job.objects)
                     written = Written(written.entries, {**written.files, OBJECTS: objects})
+                self._at("written", job.step, job.folder)
         except Exception as error:
             failure = f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else str(error)
         outcomes = crew.gather_objects((written, failure))
         failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text]
         if job.draft is not None:
             try:
+                self._at("agreed", job.step, job.folder)
                 if not failures:
                     manifest = Manifest.join([part for part, _ in outcomes], job.aliases, job.about)
                     dcp.write_metadata(job.folder, manifest)
-                    job.draft.commit(manifest)
+                    self._at("described", job.step, job.folder)
+                    job.draft.commit(manifest, lambda point, folder: self._at(point, job.step, folder))
+                    self._at("committed", job.step, job.draft.target)
             except Exception as error:
                 failures.append(f"rank 0: {error}")
             if failures:
@@ -271,6 +256,18 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         failures = crew.broadcast_object(failures)
         if failures:
             raise CheckpointError("; ".join(failures))
+        self._at("settled", job.step, job.folder)
+
+    def _at(self, point: Point, step: int, folder: Path) -> None:
+        if self.watcher is not None:
+            self.watcher(point, step, folder)
+
+    def _watched(self, job: _Job) -> Iterator[Choice]:
+        """What is to be written, with half of it behind us at `writing`."""
+        for number, choice in enumerate(job.choices):
+            if number == len(job.choices) // 2:
+                self._at("writing", job.step, job.folder)
+            yield choice
 
     # -- load ------------------------------------------------------------------------------------------------------
 

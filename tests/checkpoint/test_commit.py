@@ -99,7 +99,7 @@ _PLACES = [
     "before write_text",
     "after write_text",
     "after unlink",
-    "before replace_folder",
+    "before _take_name",
     "before rename",
     "after rename",
     "before _remove",

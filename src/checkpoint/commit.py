@@ -88,17 +88,24 @@ def reported(what: str, where: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        hints = {
-            errno.ENOSPC: "free some space; checkpoints committed before are untouched",
-            errno.EDQUOT: "free some of the quota; checkpoints committed before are untouched",
-            errno.EROFS: "choose a folder that can be written to",
-            errno.EACCES: "choose a folder that can be written to",
-        }
-        raise CheckpointError(
-            f"the checkpoint cannot be {what}: {error.strerror or error}",
-            where=str(where),
-            do=hints.get(error.errno or 0, ""),
-        ) from error
+        raise refusal(what, where, error) from error
+
+
+def refusal(what: str, where: Path, error: OSError) -> CheckpointError:
+    """The error for a refusal of the system; see `reported`."""
+    hints = {
+        errno.ENOSPC: "free some space; checkpoints committed before are untouched",
+        errno.EDQUOT: "free some of the quota; checkpoints committed before are untouched",
+        errno.EFBIG: "raise the limit on the size of files; checkpoints committed before are untouched",
+        errno.EROFS: "choose a folder that can be written to",
+        errno.EACCES: "choose a folder that can be written to",
+        errno.EPERM: "choose a folder that can be written to",
+        errno.ENOTDIR: "choose a folder: a part of this path is a file",
+    }
+    reason = error.strerror or str(error)
+    return CheckpointError(
+        f"the checkpoint cannot be {what}: {reason}", where=str(where), do=hints.get(error.errno or 0, "")
+    )
 
 
 def write_text(path: Path, text: str) -> None:
@@ -194,16 +201,38 @@ def checksum(path: Path) -> int:
 
 def candidates(folder: Path) -> list[Path]:
     """Every folder with a manifest, newest first by the step and the time that it states. Looks into `folder` only."""
-    found = []
-    for manifest in [*folder.glob(f"*/{MANIFEST}"), *folder.glob(f".*.old-*/{MANIFEST}")]:
-        if ".tmp-" in manifest.parent.name:
-            continue
-        try:
-            about = Reader(manifest.parent).manifest.about
-        except CheckpointError:
-            about = {}
-        found.append(((about.get("global_step", -1), about.get("created", 0.0)), manifest.parent))
+    found = [(_age(path.parent) or (-1, 0.0), path.parent) for path in _manifests(folder)]
     return [path for _, path in sorted(found, key=lambda pair: pair[0], reverse=True)]
+
+
+def before(target: Path) -> list[Path]:
+    """Checkpoints beside this one that are not newer, newest first. One that cannot say its age has that of its files.
+
+    Args:
+        target: a checkpoint, damaged or not.
+    """
+    mine = _age(target)
+    written = min((path.stat().st_mtime for path in target.glob("*") if path.is_file()), default=0.0)
+    found = []
+    for path in candidates(target.parent):
+        age = _age(path)
+        if age is not None and path != target and (age <= mine if mine is not None else age[1] <= written):
+            found.append(path)
+    return found
+
+
+def _manifests(folder: Path) -> list[Path]:
+    found = [*folder.glob(f"*/{MANIFEST}"), *folder.glob(f".*.old-*/{MANIFEST}")]
+    return [path for path in found if ".tmp-" not in path.parent.name]
+
+
+def _age(folder: Path) -> tuple[int, float] | None:
+    """Step and time that a checkpoint states; None if it cannot be read."""
+    try:
+        about = Reader(folder).manifest.about
+    except CheckpointError:
+        return None
+    return int(about.get("global_step", -1)), float(about.get("created", 0.0))
 
 
 def _take_name(new: Path, target: Path) -> Path | None:

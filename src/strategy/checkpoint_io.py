@@ -29,7 +29,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from stratagem.checkpoint import commit, dcp, tree
-from stratagem.checkpoint.manifest import MANIFEST, OBJECTS, Manifest, Written
+from stratagem.checkpoint.manifest import OBJECTS, Manifest, Written
 from stratagem.checkpoint.parts import Part
 from stratagem.checkpoint.reading import Reader
 from stratagem.checkpoint.writing import Choice, Stage, choose, write, write_object
@@ -54,6 +54,7 @@ class _Job:
     """What one rank has to persist."""
 
     draft: commit.Draft | None
+    target: Path
     folder: Path
     choices: Sequence[Choice]
     objects: Any
@@ -191,22 +192,22 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             choices = self._stage.take(choices)
         step = int(checkpoint.get("global_step", -1))
         self._at("staged", step, target)
-        draft, word = None, ""
+        draft: commit.Draft | None = None
+        refusal: CheckpointError | None = None
         if crew.rank == 0:
             try:
                 if target.parent.exists() and target.parent not in self._swept:
                     self._swept.add(target.parent)
                     commit.sweep(target.parent)
                 draft = commit.Draft(target)
-                word = str(draft.folder)
             except CheckpointError as error:
-                word = f"\0{error}"
-        words = crew.gather_objects((word, own))
-        word = words[0][0]
-        if word.startswith("\0"):
-            raise CheckpointError(word[1:])
+                refusal = error
+        words = crew.gather_objects((draft.folder if draft is not None else target, refusal, own))
+        folder, refusal, _ = words[0]
+        if refusal is not None:
+            raise refusal
         if isinstance(rest, dict):
-            rest["stratagem"]["ranks"] = [each for _, each in words if each is not None]
+            rest["stratagem"]["ranks"] = [each for *_, each in words if each is not None]
         about = {
             "global_step": step,
             "epoch": checkpoint.get("epoch", -1),
@@ -216,8 +217,8 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             "lightning": checkpoint.get("pytorch-lightning_version", ""),
             **{key: value for key, value in extra.items() if isinstance(value, str | int | float)},
         }
-        self._at("drafted", step, Path(word))
-        return _Job(draft, Path(word), choices, rest, aliases, about, step)
+        self._at("drafted", step, folder)
+        return _Job(draft, target, folder, choices, rest, aliases, about, step)
 
     def _part_of(self, path: tree.Path, tensor: Tensor) -> Part | None:
         """Replicas of the model's and the optimizers' state share the work; of all else rank 0's counts."""
@@ -227,36 +228,41 @@ class FaultTolerantCheckpointIO(CheckpointIO):
 
     def _persist(self, job: _Job) -> None:
         """Collective, on the thread: see Note [one thread talks]."""
-        crew, failure = self._crew, ""
+        crew, failure = self._crew, None
         written = Written({}, {})
         try:
-            with commit.reported("written", job.folder):
+            with commit.reported("written", job.target):
                 written = write(job.folder, crew.rank, self._watched(job))
                 if crew.rank == 0:
                     objects = write_object(job.folder / OBJECTS, job.objects)
                     written = Written(written.entries, {**written.files, OBJECTS: objects})
                 self._at("written", job.step, job.folder)
         except Exception as error:
-            failure = f"{type(error).__name__}: {error}" if not isinstance(error, CheckpointError) else str(error)
-        outcomes = crew.gather_objects((written, failure))
-        failures = [f"rank {rank}: {text}" for rank, (_, text) in enumerate(outcomes) if text]
+            failure = _as_refusal(error, job.target)
+        outcomes: list[tuple[Written, CheckpointError | None]] = crew.gather_objects((written, failure))
+        failures = {rank: failure for rank, (_, failure) in enumerate(outcomes) if failure is not None}
         if job.draft is not None:
             try:
                 self._at("agreed", job.step, job.folder)
                 if not failures:
-                    manifest = Manifest.join([part for part, _ in outcomes], job.aliases, job.about)
-                    dcp.write_metadata(job.folder, manifest)
-                    self._at("described", job.step, job.folder)
-                    job.draft.commit(manifest, lambda point, folder: self._at(point, job.step, folder))
-                    self._at("committed", job.step, job.draft.target)
+                    self._commit(job, job.draft, [part for part, _ in outcomes])
             except Exception as error:
-                failures.append(f"rank 0: {error}")
+                failures[0] = _as_refusal(error, job.target)
             if failures:
                 job.draft.discard()
         failures = crew.broadcast_object(failures)
         if failures:
-            raise CheckpointError("; ".join(failures))
+            text = "; ".join(f"rank {rank}: {failure.what}" for rank, failure in failures.items())
+            remedy = next((failure.do for failure in failures.values() if failure.do), "")
+            raise CheckpointError(text, where=str(job.target), do=remedy)
         self._at("settled", job.step, job.folder)
+
+    def _commit(self, job: _Job, draft: commit.Draft, parts: Sequence[Written]) -> None:
+        manifest = Manifest.join(parts, job.aliases, job.about)
+        dcp.write_metadata(job.folder, manifest)
+        self._at("described", job.step, job.folder)
+        draft.commit(manifest, lambda point, folder: self._at(point, job.step, folder))
+        self._at("committed", job.step, job.target)
 
     def _at(self, point: Point, step: int, folder: Path) -> None:
         if self.watcher is not None:
@@ -320,11 +326,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         """What to try, in order: rank 0 looks."""
         found: list[str] = []
         if self._crew.rank == 0:
-            ordered = commit.candidates(folder.parent) if folder.parent.is_dir() else []
-            later = ordered.index(folder) + 1 if folder in ordered else 0
-            found = [str(each) for each in (folder, *(each for each in ordered[later:] if each != folder))]
-            if not (folder / MANIFEST).exists() and not folder.exists():
-                found = []
+            found = [str(each) for each in (folder, *commit.before(folder))] if folder.exists() else []
         return [Path(each) for each in self._crew.broadcast_object(found)]
 
     @override
@@ -335,6 +337,14 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             self._doomed.append(folder)
         else:
             commit.remove(folder)
+
+
+def _as_refusal(error: Exception, target: Path) -> CheckpointError:
+    if isinstance(error, CheckpointError):
+        return error
+    if isinstance(error, OSError):
+        return commit.refusal("written", target, error)
+    return CheckpointError(f"{type(error).__name__}: {error}", where=str(target))
 
 
 def _local(path: Any) -> Path:

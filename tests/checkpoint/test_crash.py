@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import os
 import random
+import resource
+import shutil
 import signal
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
@@ -20,9 +23,10 @@ from torch.utils.data import DataLoader
 from typing_extensions import override
 
 from stratagem.checkpoint.commit import candidates, faults
-from stratagem.checkpoint.manifest import OBJECTS
+from stratagem.checkpoint.manifest import MANIFEST, OBJECTS, rank_file
 from stratagem.checkpoint.parts import Part
 from stratagem.checkpoint.reading import Reader
+from stratagem.errors import CheckpointError
 from stratagem.mesh import MeshShape
 from stratagem.strategy.checkpoint_io import FaultTolerantCheckpointIO, Point
 from stratagem.technique import Context
@@ -227,3 +231,170 @@ def check_random_kills(num_kills: int, name: str, folder: Path) -> None:
 def test_killed_again_and_again(name: str, tmp_path: Path) -> None:
     """`STRATAGEM_TEST_KILLS=100` for a long evening."""
     check_random_kills(int(os.environ.get("STRATAGEM_TEST_KILLS", "20")), name, tmp_path)
+
+
+# -- one rank fails -------------------------------------------------------------------------------------------------
+
+
+def save_on_bad_ground(folder: Path, async_save: bool, limited: bool) -> list[str]:
+    """Rank 1 cannot write its second save; returns what each call said on this rank."""
+    io = FaultTolerantCheckpointIO(async_save)
+    context = joined(io)
+    struck = Faults([Fault("full", 1, 2, "save_writing")])
+    said = []
+
+    def save(step: int) -> None:
+        try:
+            io.save_checkpoint(state_of(step), folder / f"step={step}")
+            said.append("")
+        except CheckpointError as error:
+            said.append(str(error))
+
+    save(1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    if limited and context.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, before[1]))
+    elif not limited:
+        io.watcher = lambda point, step, path: struck.strike_save(context.rank, point, step, path)
+    save(2)
+    if async_save:
+        save(3)
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    save(4)
+    try:
+        io.leave()
+        said.append("")
+    except CheckpointError as error:
+        said.append(str(error))
+    return said
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["sync", "async"])
+def test_a_disk_that_is_full_on_one_rank_is_an_error_on_all(async_save: bool, tmp_path: Path) -> None:
+    """At that save, or at the next one; what follows is saved, and what went before is untouched."""
+    kwargs = {"folder": tmp_path, "async_save": async_save, "limited": False}
+    for said in run_ranks(2, save_on_bad_ground, kwargs):
+        failed = 2 if async_save else 1
+        assert [bool(text) for text in said] == [number == failed for number in range(len(said))], said
+        assert said[failed].startswith(f"{tmp_path}/step=2: rank 1: the checkpoint cannot be written: No space left")
+        assert "To mend it: free some space" in said[failed]
+    assert sorted(os.listdir(tmp_path)) == ["step=1", "step=4"]
+    assert [step_in(path) for path in candidates(tmp_path)] == [4.0, 1.0]
+
+
+def test_a_limit_of_the_system_is_met_for_real(tmp_path: Path) -> None:
+    """The kernel refuses rank 1's file beyond 1000 bytes."""
+    for said in run_ranks(2, save_on_bad_ground, {"folder": tmp_path, "async_save": False, "limited": True}):
+        assert "rank 1: the checkpoint cannot be written: File too large" in said[1]
+        assert said[2:] == ["", ""]
+    assert sorted(os.listdir(tmp_path)) == ["step=1", "step=4"]
+
+
+def save_at_the_end(folder: Path) -> str:
+    """An async save that fails and that no other one follows."""
+    io = FaultTolerantCheckpointIO(async_save=True)
+    context = joined(io)
+    struck = Faults([Fault("full", 1, 1, "save_written")])
+    io.watcher = lambda point, step, path: struck.strike_save(context.rank, point, step, path)
+    io.save_checkpoint(state_of(1), folder / "a")
+    with pytest.raises(CheckpointError, match="rank 1") as caught:
+        io.leave()
+    return str(caught.value)
+
+
+def test_a_failure_in_the_background_is_raised_at_the_end(tmp_path: Path) -> None:
+    assert len(set(run_ranks(2, save_at_the_end, {"folder": tmp_path}))) == 1
+    assert os.listdir(tmp_path) == []
+
+
+def save_where_nothing_can_be(folder: Path) -> str:
+    """Returns what was said."""
+    io = FaultTolerantCheckpointIO()
+    joined(io)
+    with pytest.raises(CheckpointError) as caught:
+        io.save_checkpoint(state_of(1), folder / "a")
+    return str(caught.value)
+
+
+def test_a_folder_that_cannot_be_written_to(tmp_path: Path) -> None:
+    """Only rank 0 tries, and all ranks say why not."""
+    (tmp_path / "file").write_text("")
+    grounds = {tmp_path / "file": "a part of this path is a file"}
+    if os.geteuid() != 0:  # root writes wherever it likes
+        (tmp_path / "locked").mkdir(mode=0o500)
+        grounds[tmp_path / "locked"] = "choose a folder that can be written to"
+    for ground, remedy in grounds.items():
+        for said in run_ranks(2, save_where_nothing_can_be, {"folder": ground}):
+            assert said.startswith(f"{ground}/a: the checkpoint cannot be made")
+            assert remedy in said
+
+
+DAMAGES = ("truncated", "flipped", "missing", "no objects", "no manifest", "half a manifest", "no folder", "all")
+
+
+def damage(folder: Path, how: str) -> None:
+    """Does it to the second of two checkpoints, or to both."""
+    for target in [folder / "step=2", *([folder / "step=1"] if how == "all" else [])]:
+        file = target / rank_file(1)
+        if how in ("truncated", "all"):
+            os.truncate(file, file.stat().st_size - 1)
+        elif how == "flipped":
+            data = bytearray(file.read_bytes())
+            data[len(data) // 2] ^= 1
+            file.write_bytes(data)
+        elif how == "missing":
+            file.unlink()
+        elif how == "no objects":
+            (target / OBJECTS).unlink()
+        elif how == "no manifest":
+            (target / MANIFEST).unlink()
+        elif how == "half a manifest":
+            os.truncate(target / MANIFEST, 100)
+        else:
+            shutil.rmtree(target)
+
+
+def load_damaged(folder: Path) -> dict[str, tuple[float, str]]:
+    """By damage, which step was loaded instead (-1 for none) and what was said."""
+    io = FaultTolerantCheckpointIO()
+    joined(io)
+    found = {}
+    for how in DAMAGES:
+        with warnings.catch_warnings(record=True) as warned:
+            warnings.simplefilter("always")
+            try:
+                loaded = io.load_checkpoint(folder / how / "step=2")
+                step = float(loaded["state_dict"]["cut"].unique())
+                said = " ".join(str(each.message) for each in warned)
+            except CheckpointError as error:
+                step, said = -1.0, str(error)
+        found[how] = (step, said)
+    return found
+
+
+def test_what_is_damaged_is_passed_over_aloud_and_by_all(tmp_path: Path) -> None:
+    """Every rank takes the same older one; where there is none, every rank says so."""
+    for how in DAMAGES:
+        (tmp_path / how).mkdir()
+    run_ranks(2, save_many, {"folders": [tmp_path / how for how in DAMAGES]})
+    for how in DAMAGES:
+        damage(tmp_path / how, how)
+    ranks = run_ranks(2, load_damaged, {"folder": tmp_path})
+    for rank, found in enumerate(ranks):
+        for how, (step, said) in found.items():
+            assert step == (-1.0 if how in ("all", "no folder") else 1.0), f"{how} on rank {rank}: {step} {said}"
+            if step < 0:
+                assert "there is no whole checkpoint" in said
+                assert "name another one" in said
+            elif rank == 0:
+                assert "is damaged" in said
+                assert f"Resuming from {tmp_path / how / 'step=1'} instead" in said
+
+
+def save_many(folders: Sequence[Path]) -> None:
+    """Steps 1, 2 and 3 in each folder; the last one is newer than what will be asked for."""
+    io = FaultTolerantCheckpointIO()
+    joined(io)
+    for folder in folders:
+        for step in (1, 2, 3):
+            io.save_checkpoint(state_of(step), folder / f"step={step}")

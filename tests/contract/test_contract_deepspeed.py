@@ -103,7 +103,8 @@ class TestDeepSpeed(StrategyContract):
         """The registered name where bytes are counted; elsewhere with gradients shown."""
         claims = {name: getattr(self, f"supports_{name}") for name in CAPABILITIES}
         if request.param == "deepspeed_zero_3":
-            claims["unused_parameters"] = Lacks("ranks in different branches wait for each other until the timeout")
+            why = "ranks in different branches wait for each other until the timeout: test_deepspeed.py has a short one"
+            claims["unused_parameters"] = Lacks(why)
         builders = {"deepspeed_zero_1": zero_1, "deepspeed_zero_2": zero_2, "deepspeed_zero_3": zero_3}
         strategy = request.param if "bytes" in request.node.name else builders[request.param]
         return Subject(strategy=strategy, world_sizes=self.world_sizes, replicated=self.replicated, **claims)
@@ -146,5 +147,6 @@ class TestDeepSpeed(StrategyContract):
         assert kept[0].best == min(kept[0].best_k, key=lambda path: kept[0].best_k[path])
         loaded = get_fp32_state_dict_from_zero_checkpoint(kept[0].last)
         for name, value in loaded.items():
-            assert torch.equal(value, kept[0].state[name].float()), name
+            state = kept[0].state[name]
+            assert torch.equal(value.to(state.dtype), state), name
         assert len(list(tmp_path.rglob("metrics.csv"))) == 1, "a log per rank"

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass, field
@@ -21,11 +23,12 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
-from stratagem.errors import ConfigError, PluginError
+from stratagem.errors import CommunicationError, ConfigError, PluginError
 from stratagem.plugins.deepspeed import DeepSpeedSettings, DeepSpeedZero2Strategy, host
+from stratagem.plugins.deepspeed.arrivals import bounded
 from stratagem.plugins.deepspeed.settings import engine_config
 from stratagem.strategy.settings import RunSettings
-from stratagem.testing.ranks import run_ranks
+from stratagem.testing.ranks import RanksFailed, run_ranks
 
 needs_deepspeed = pytest.mark.skipif(bool(host.missing()), reason="the extra deepspeed is not installed")
 
@@ -88,7 +91,12 @@ class Reader(Callback):
             self.found.states.append({name: value.detach().clone() for name, value in state.items()})
 
 
-def fit(name: str | None, module: type[LightningModule] = Odd, **options: Any) -> Read:
+def fit(
+    name: str | None,
+    module: type[LightningModule] = Odd,
+    timeout: timedelta = timedelta(seconds=30),
+    **options: Any,
+) -> Read:
     """Three batches of 8 samples and one of 3, two to a step; on this gang's ranks, or in one process."""
     from stratagem.strategy.lightning_registry import register_strategies
 
@@ -98,7 +106,7 @@ def fit(name: str | None, module: type[LightningModule] = Odd, **options: Any) -
     if name is not None:
         from stratagem.registry import find
 
-        strategy = find(name).load()(run=RunSettings(batch_size="global", timeout=timedelta(seconds=30)))
+        strategy = find(name).load()(run=RunSettings(batch_size="global", timeout=timeout))
     reader = Reader()
     quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     trainer = Trainer(
@@ -110,7 +118,7 @@ def fit(name: str | None, module: type[LightningModule] = Odd, **options: Any) -
             **options,
         },
         accelerator="cpu",
-        devices=1 if name is None else torch.distributed.get_world_size(),
+        devices=1 if name is None else int(os.environ["WORLD_SIZE"]),
         strategy=strategy,
         max_epochs=1,
         callbacks=[reader],
@@ -142,6 +150,60 @@ def test_every_stage_trains_what_one_process_trains() -> None:
             assert list(mine) == list(theirs)
             for key in theirs:
                 torch.testing.assert_close(mine[key], theirs[key], rtol=1e-9, atol=1e-10, msg=f"{name}: {key}")
+
+
+class Branches(Odd):
+    """Rank 1 alone takes the branch `odd`, of which rank 0 has never heard."""
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return super().training_step(batch, self.global_rank)
+
+
+class Sided(Odd):
+    """Rank 1 alone takes another branch, whose modules are as large: what rank 0 fetches there fits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(6, 6), nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+
+    @override
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        branch = self.right if self.global_rank == 1 else self.left
+        return super().training_step(batch, 0) + branch(batch[:, :6]).square().mean()
+
+
+def fail_in_branches(stage: int, module: type[LightningModule]) -> str:
+    """The body of every rank: how the run ended."""
+    try:
+        fit(f"deepspeed_zero_{stage}", module, timeout=timedelta(seconds=4))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was noticed"
+
+
+@needs_deepspeed
+@pytest.mark.slow
+def test_branches_that_differ_between_ranks_end_in_an_error() -> None:
+    """Stages 1 and 2 at once, on every rank; stage 3 when a fetch does not fit, or the timeout is over."""
+    within = {"group": False, "deadline": timedelta(seconds=60)}
+    for stage in (1, 2):
+        for end in run_ranks(2, fail_in_branches, {"stage": stage, "module": Branches}, **within):
+            assert end.startswith("ConfigError: Branches: parameters got gradients on some ranks only"), end
+    try:
+        ends = run_ranks(2, fail_in_branches, {"stage": 3, "module": Sided}, **within)
+    except RanksFailed as error:  # Gloo aborts a process that gets more than it expects
+        ends = [f"Error: {failure.exitcode}" for failure in error.failures.values()]
+        assert set(ends) == {f"Error: {-signal.SIGABRT}"}, error  # noqa: PT017  # one of two right ends
+    assert all("Error: " in end for end in ends), ends
+
+
+def test_a_collective_that_waits_too_long_says_what_that_may_mean() -> None:
+    said = r"dp_shard: .*deepspeed_zero_3.*\(0:00:04\).*use zero_1"
+    with pytest.raises(CommunicationError, match=said), bounded(3, timedelta(seconds=4)):
+        raise RuntimeError("[unbound_buffer.cc:129] Timed out waiting 4000ms for recv operation to complete")
+    with pytest.raises(RuntimeError, match="Connection closed"), bounded(3, timedelta(seconds=4)):
+        raise RuntimeError("Connection closed by peer")
 
 
 class Manual(Odd):

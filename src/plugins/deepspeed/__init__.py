@@ -10,7 +10,8 @@ What differs from `zero_1`, `zero_2`, `zero_3`:
                     optimization; what cannot be is refused before the run
     gradients       are reduced inside backward, in buckets filled as they arrive, and kept as pieces that hang on no
                     parameter: hooks see no `.grad`, `gradient_norm` gives the norm. Ranks whose branches differ would
-                    add up different parameters: the run ends with an error
+                    add up different parameters: the run ends with an error, in stage 3 perhaps not before
+                    `run.timeout` is over
     parameters      a flat float32 copy of this rank's share is stepped and copied back, in float32 runs too, so that
                     each rank holds `1/N` of the parameters more
     buffers         are each rank's own after the start

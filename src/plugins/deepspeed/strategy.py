@@ -27,7 +27,7 @@ from typing_extensions import override
 from stratagem.errors import ConfigError, PluginError
 from stratagem.mesh import MeshShape
 from stratagem.plugins.deepspeed import host, limits, shards, wide
-from stratagem.plugins.deepspeed.arrivals import Arrivals
+from stratagem.plugins.deepspeed.arrivals import Arrivals, bounded
 from stratagem.plugins.deepspeed.precision import EnginePrecision, allow_float64
 from stratagem.plugins.deepspeed.settings import DeepSpeedSettings, engine_config
 from stratagem.strategy.launcher import WarmLauncher, make_launcher
@@ -163,6 +163,7 @@ class DeepSpeedZeroStrategy(DeepSpeedStrategy, ABC):
             self.model, stepped = self._engine(model, optimizer, self.config)
         if is_wide:
             wide.send_float64(stepped, lambda: shards.gradient_norm(stepped))
+        self._arrivals.watch(stepped)
         self.optimizers = [stepped]  # Lightning steps the schedules, which share its parameter groups
 
     @override
@@ -251,7 +252,8 @@ class DeepSpeedZeroStrategy(DeepSpeedStrategy, ABC):
                 do="build, freeze and unfreeze parameters in __init__ or configure_model",
             )
         self._context.idle = self._loaders.weight() == 0.0
-        return super().training_step(*args, **kwargs)
+        with bounded(self.stage, self._timeout or self.run.timeout):
+            return super().training_step(*args, **kwargs)
 
     @override
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
@@ -262,9 +264,10 @@ class DeepSpeedZeroStrategy(DeepSpeedStrategy, ABC):
         self.pre_backward(closure_loss)
         weight = self._loaders.weight()
         loss = self.precision_plugin.pre_backward(closure_loss if weight == 1.0 else closure_loss * weight, module)
-        self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
         assert self._arrivals is not None
-        self._arrivals.check()
+        with bounded(self.stage, self._timeout or self.run.timeout):
+            self.precision_plugin.backward(loss, module, optimizer, *args, **kwargs)
+            self._arrivals.check()
         closure_loss = self.precision_plugin.post_backward(closure_loss, module)
         self.post_backward(closure_loss)
         return closure_loss

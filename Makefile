@@ -9,7 +9,7 @@ CONFIG ?= configs/gpt_tiny.yaml
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup run test slow lint types check fix bench clean
+.PHONY: help setup run test slow exhaustive lint types check fix bench clean
 
 help: ## Shows this list.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -25,10 +25,13 @@ run: $(INSTALLED) ## Trains CONFIG (a GPT on real text, 2 processes) under STRAT
 	$(BIN)/stratagem fit --config $(CONFIG) --config configs/strategy/$(STRATEGY).yaml
 
 test: $(INSTALLED) ## Runs the tests, but for those that take long.
-	$(BIN)/python -m pytest -m "not slow"
+	$(BIN)/python -m pytest -m "not slow and not exhaustive"
 
-slow: $(INSTALLED) ## Runs the long ones: cold processes, fresh environments, the larger gangs of the contract.
-	$(BIN)/python -m pytest -m slow
+slow: $(INSTALLED) ## Runs the long ones: cold processes, fresh environments, larger gangs of the contract.
+	$(BIN)/python -m pytest -m "slow and not exhaustive"
+
+exhaustive: $(INSTALLED) ## Runs the rest of the contract: every variant, and DeepSpeed, on 3 and 4 ranks.
+	$(BIN)/python -m pytest -m exhaustive
 
 lint: $(INSTALLED) ## Style, and that imports point down only.
 	$(BIN)/ruff check .

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which part of the contract runs by default: every strategy on 2 ranks, and ring DDP on every number of ranks.
 
-The other strategies' larger gangs cost most of the time and differ least; `make slow` and CI run them. DeepSpeed, which
+The other strategies' larger gangs cost most of the time and differ least; `make slow` and CI run them. `make exhaustive`
+runs what takes longer than that is worth at every change: the larger gangs of variants and of DeepSpeed. DeepSpeed, which
 is not ours, is held to the whole contract there, and by default to a few items of it.
 """
 
@@ -13,6 +14,14 @@ _DEEPSPEED = (("test_parity[groups_and_schedule-", "2ranks"),)
 """Parts of the names of the items that DeepSpeed's stages run by default."""
 
 
+_VARIANTS = ("test_contract_deepspeed.py", "test_contract_zero.py::TestBetweenParameters")
+
+
+def _is_exhaustive(item: pytest.Item) -> bool:
+    """The larger gangs of what is not ours, and of a variant whose default is held to the whole contract."""
+    return any(name in item.nodeid for name in _VARIANTS) and any(size in item.name for size in ("3ranks", "4ranks"))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if (
@@ -21,6 +30,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             and ("3ranks" in item.name or "4ranks" in item.name)
         ):
             item.add_marker(pytest.mark.slow)
+        if _is_exhaustive(item):
+            item.add_marker(pytest.mark.exhaustive)
         if "test_contract_deepspeed.py" in item.nodeid and not any(
             all(part in item.name for part in parts) for parts in _DEEPSPEED
         ):

@@ -204,12 +204,34 @@ class PlainState(ParallelStrategy, ABC):
 
     def _resume_step(self) -> None:
         """Right before the first training step: Lightning clears gradients, and draws numbers, until then."""
+        self._count_epoch()
         window, self._window = self._window, None
         if window is not None:
             self._resume_window(window)
         if self._random_state is not None:
             set_random_state(self._random_state)
             self._random_state = None
+
+    @override
+    def on_train_start(self) -> None:
+        """A checkpoint between two epochs: the next one begins with these numbers, and with what its iterator draws."""
+        super().on_train_start()
+        assert self.lightning_module is not None
+        loop = self.lightning_module.trainer.fit_loop
+        if self._random_state is not None and loop.epoch_loop.batch_progress.is_last_batch:
+            set_random_state(self._random_state)
+            self._random_state = None
+            assert loop._data_fetcher is not None
+            iter(loop._data_fetcher)  # Lightning made one already, from other numbers
+
+    def _count_epoch(self) -> None:
+        """Lightning 2.6 begins an epoch without counting it where the checkpoint was taken after the last batch of the
+        one before. A checkpoint of that epoch would then pass for one of an epoch that is over, and start it anew."""
+        assert self.lightning_module is not None
+        progress = self.lightning_module.trainer.fit_loop.epoch_progress
+        if progress.current.ready == progress.current.processed:
+            progress.increment_ready()
+            progress.increment_started()
 
 
 def random_state() -> dict[str, Any]:

@@ -80,8 +80,8 @@ def _never_stopped(modules: tuple[str, ...]) -> Trace:
 
 
 def check_bit_equal(gangs: Gangs, subject: Subject, num_ranks: int, folder: Path) -> None:
-    """Saves in both ways and at both moments, and takes each up again."""
-    now, later = str(folder / "now"), str(folder / "later")
+    """Saves in both ways and at every moment, takes each up again, and one of them twice."""
+    now, later, again = (str(folder / name) for name in ("now", "later", "again"))
     never, *saved = go(
         gangs,
         num_ranks,
@@ -93,8 +93,18 @@ def check_bit_equal(gangs: Gangs, subject: Subject, num_ranks: int, folder: Path
     )
     for leg, way in zip(saved, ("a save", "a save in the background"), strict=True):
         _assert_same_bits(never, leg, f"{subject.name}: {way} changed the run")
-    taken: tuple[tuple[str, Moment], ...] = ((now, "window"), (later, "window"), (later, "step"))
-    resumed = go(gangs, num_ranks, [Leg(subject=subject, resume_from=f"{path}/{moment}") for path, moment in taken])
+    taken: tuple[tuple[str, Moment], ...] = (
+        (now, "window"),
+        (later, "window"),
+        (later, "step"),
+        (later, "epoch"),
+        (again, "late"),  # written by the one before, which was resumed itself
+    )
+    legs = [
+        Leg(subject=subject, resume_from=f"{path}/{moment}", save_to=again if moment == "epoch" else "")
+        for path, moment in taken
+    ]
+    resumed = go(gangs, num_ranks, legs)
     for leg, (path, moment) in zip(resumed, taken, strict=True):
         done = set(range(MOMENTS[moment]))
         assert not done & set(leg[0].losses), f"batches {sorted(done & set(leg[0].losses))} were trained again"

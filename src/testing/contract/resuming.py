@@ -2,9 +2,10 @@
 """What a run needs to be stopped in the middle and taken up again, and what the contract writes down of it.
 
     epoch 0          epoch 1                  epoch 2
-    x x x x x        x x x | x | x            x x x x x      5 batches each, 2 per optimizer step
-                           |   step           a window is over, the epoch is not
-                           window             the gradients of one batch wait for those of the next
+    x x x x x        x x x | x | x |          x x | x x x    5 batches each, 2 per optimizer step
+                           |   |   epoch          late       after the last batch of an epoch, and in the next one
+                           |   step                          a window is over, the epoch is not
+                           window                            the gradients of one batch wait for those of the next
 
 Who takes it up builds the module from other random numbers, so that whatever is not restored shows.
 """
@@ -34,9 +35,14 @@ from stratagem.testing.contract.subject import Subject
 from stratagem.testing.replicas import _digests
 
 GLOBAL_BATCH, BATCHES, EPOCHS = 12, 5, 3
-Moment = Literal["window", "step"]
-MOMENTS: Mapping[Moment, int] = {"window": BATCHES + 3, "step": BATCHES + 4}
-"""Batches that were trained when each of the two checkpoints is taken."""
+Moment = Literal["window", "step", "epoch", "late"]
+MOMENTS: Mapping[Moment, int] = {
+    "window": BATCHES + 3,
+    "step": BATCHES + 4,
+    "epoch": 2 * BATCHES,
+    "late": 2 * BATCHES + 2,
+}
+"""Batches that were trained when each of the checkpoints is taken."""
 
 
 @final
@@ -47,7 +53,7 @@ class Leg:
     Args:
         subject: the strategy; None for Lightning's single device.
         quiet: without dropout and without statistics of batches, so that any number of ranks computes the same.
-        save_to: where the two checkpoints of `MOMENTS` go, by the moment's name; empty for none.
+        save_to: where the checkpoints of `MOMENTS` go, by the moment's name; empty for none.
         resume_from: a checkpoint; empty to begin.
         async_save: as `FaultTolerantCheckpointIO`'s.
     """

@@ -9,8 +9,11 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 from jsonargparse import ArgumentParser
+from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from stratagem.checkpoint.commit import faults as damage
+from stratagem.strategy import FaultTolerantCheckpointIO
 from stratagem.testing import Fault, Faults, InjectedFault, RanksFailed, run_ranks
 from stratagem.testing.faults import Moment
 
@@ -101,3 +104,32 @@ def test_the_sentence_adds_up_and_the_config_says_the_same() -> None:
 def test_a_place_that_cannot_be_is_refused() -> None:
     with pytest.raises(ValueError, match="must be 0 or more"):
         Faults().raise_at(rank=-1, step=0)
+
+
+def _save(path: Path, faults: Faults) -> list[str]:
+    """Two checkpoints of one process under Lightning's own strategy; what the load of the second one says."""
+    trainer = pl.Trainer(
+        accelerator="cpu",
+        max_steps=2,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        plugins=[FaultTolerantCheckpointIO()],
+        callbacks=[ModelCheckpoint(path, "{step}", every_n_train_steps=1, save_top_k=-1), faults],
+    )
+    trainer.fit(BoringModel())
+    return damage(path / "step=2.ckpt")
+
+
+def test_a_save_is_a_place_too(tmp_path: Path) -> None:
+    """A bit turns over once the checkpoint is there; a disk that is full is the error of that save."""
+    faults = Faults([Fault("corrupt", 0, 2, "save_committed")])
+    assert run_ranks(1, _save, {"path": tmp_path / "a", "faults": faults}, group=False) == [
+        ["rank-00000.bin was changed: its checksum is another one"]
+    ]
+    assert damage(tmp_path / "a" / "step=1.ckpt") == []
+    faults = Faults([Fault("full", 0, 1, "save_written")])
+    with pytest.raises(RanksFailed, match=r"CheckpointError.*No space left on device.*free some space"):
+        run_ranks(1, _save, {"path": tmp_path / "b", "faults": faults}, group=False)
+    with pytest.raises(ValueError, match="happens to a save only"):
+        Fault("full", 0, 1)

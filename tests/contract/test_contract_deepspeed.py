@@ -94,7 +94,7 @@ class TestDeepSpeed(StrategyContract):
     supports_manual_optimization = Refuses("the engine allows one optimizer, which it steps itself")
     supports_clipping_by_value = Refuses("DeepSpeed has no code for it")
     supports_unused_parameters = Refuses("it adds up different parameters where ranks take different branches")
-    supports_resuming = Lacks("its checkpoints are DeepSpeed's own; test_deepspeed.py resumes from them")
+    supports_resuming = Lacks("its checkpoints are DeepSpeed's own; test_deepspeed_starts.py resumes from them")
     supports_naming_the_peer = Lacks("Gloo's errors name an address")
     sends_to_right_neighbour_only = False
 

@@ -229,7 +229,8 @@ class PlainState(ParallelStrategy, ABC):
         one before. A checkpoint of that epoch would then pass for one of an epoch that is over, and start it anew."""
         assert self.lightning_module is not None
         progress = self.lightning_module.trainer.fit_loop.epoch_progress
-        if progress.current.ready == progress.current.processed:
+        current: Any = progress.current
+        if current.ready == current.processed:
             progress.increment_ready()
             progress.increment_started()
 

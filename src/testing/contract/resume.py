@@ -47,12 +47,13 @@ class ResumeContract(ContractBase):
         """From these ranks to another number of them, and to one process; and from one process back to these ranks."""
         others = [size for size in subject.world_sizes if size not in (1, num_ranks)][:1] or [num_ranks]
         here, alone = str(tmp_path / "here"), str(tmp_path / "alone")
+        moments: tuple[Moment, ...] = ("window", "step")
         with unless_refused(subject, "resuming"):
             go(gangs, num_ranks, [Leg(subject=subject, quiet=True, save_to=here)])
             go(gangs, 1, [Leg(subject=None, quiet=True, save_to=alone)])
             for size in others:
                 resumed = go(gangs, size, [_resumed(subject, here, "window"), _resumed(subject, alone, "step")])
-                for leg, moment in zip(resumed, ("window", "step"), strict=True):
+                for leg, moment in zip(resumed, moments, strict=True):
                     assert_goes_on(gangs, leg, moment, subject.tolerance, f"{subject.name} on {size} ranks ({moment})")
             (leg,) = go(gangs, 1, [_resumed(None, here, "step")])
             assert_goes_on(gangs, leg, "step", subject.tolerance, f"one process after {subject.name}")

@@ -162,9 +162,9 @@ class _Keeper(Callback):
             file.write(f"{number} {' '.join(str(row) for row in batch[0].tolist())}\n")
         if trainer.global_step % EVERY == 0:
             trainer.save_checkpoint(self.folder / f"step={trainer.global_step}")
-            old = self.folder / f"step={trainer.global_step - 2 * EVERY}"
-            if old.exists():
-                trainer.strategy.remove_checkpoint(old)
+            for old in self.folder.glob("step=*"):  # a removal that waited for the next commit may have died with it
+                if int(old.name.removeprefix("step=")) <= trainer.global_step - 2 * EVERY:
+                    trainer.strategy.remove_checkpoint(old)
 
 
 def live(folder: Path, epochs: int, resume_from: str | None, injected: Sequence[Fault], name: str) -> dict[str, Tensor]:

@@ -88,16 +88,19 @@ def shares(state: dict[str, Tensor]) -> bool:
     return state["model.lm_head.weight"].data_ptr() == state["model.embed_tokens.weight"].data_ptr()
 
 
-def there_and_back(source: Path, there: Path, *, tied: bool) -> None:
-    """A folder to a file and back, and on with the run from the file: the same as from the folder."""
+def there_and_back(source: Path, there: Path, *, tied: bool, **settings: Any) -> None:
+    """A folder to a file and back, and on with the run from the file: the same as from the folder.
+
+    The run goes on under the strategy that saved: what a loader saved of itself, no plain loader takes.
+    """
     convert(source, there / "one.ckpt")
     assert_equal(torch.load(there / "one.ckpt", weights_only=True), contents(source))
     convert(there / "one.ckpt", there / "again", FOLDER)
     assert_equal(contents(there / "again"), contents(source))
     assert shares(torch.load(there / "one.ckpt", weights_only=True)["state_dict"]) is tied
     one, other = gpt(tied), gpt(tied)
-    train(one, there / "x", ours=True, resume=source)
-    train(other, there / "x", ours=False, resume=there / "one.ckpt")
+    train(one, there / "x", ours=True, resume=source, **settings)
+    train(other, there / "x", ours=False, resume=there / "one.ckpt", **settings)
     assert_equal(other.state_dict(), one.state_dict())
 
 
@@ -130,8 +133,9 @@ def test_lightnings_own_file_keeps_ties_and_dtypes(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
 def test_a_run_on_two_ranks_there_and_back(tmp_path: Path, tied: bool) -> None:
-    train(gpt(tied), tmp_path / "step.ckpt", ours=True, strategy="ring_ddp", devices=2)
-    there_and_back(tmp_path / "step.ckpt", tmp_path, tied=tied)
+    settings = {"strategy": "ring_ddp", "devices": 2}
+    train(gpt(tied), tmp_path / "step.ckpt", ours=True, **settings)
+    there_and_back(tmp_path / "step.ckpt", tmp_path, tied=tied, **settings)
 
 
 @pytest.mark.parametrize(

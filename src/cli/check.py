@@ -20,6 +20,7 @@ from rich.console import Console
 
 from stratagem.cli._contestants import Contestant, check_all
 from stratagem.cli.compare import say
+from stratagem.comparison import page_words as words
 from stratagem.comparison.engine import Options, compare
 from stratagem.comparison.results import Comparison, Contender, Deviation
 from stratagem.errors import ConfigError, UserError
@@ -90,6 +91,9 @@ def show(found: Comparison, console: Console, *, with_sgd: bool) -> None:
         ("final parameters", contender.parameters),
     ):
         console.print(f"  {quantity:18}{_off(deviation)}", highlight=False, soft_wrap=True)
+    if contender.verdict == "equal":
+        reach = words.reach(found, contender.strict_steps, contender.widest)
+        console.print(f"\nequal: {reach}", highlight=False, soft_wrap=True)
     console.print(f"\nallowed: {found.tolerance:.0e}{_drift(found, contender)}", highlight=False, soft_wrap=True)
     for reason in contender.reasons:
         console.print(f"- {reason}", markup=False, highlight=False, soft_wrap=True)

@@ -14,7 +14,7 @@ from stratagem.comparison.judge import Allowed, allowed, curves, judge, strict_s
 from stratagem.comparison.protocol import Timed
 from stratagem.comparison.results import Contender, Held, Place, Reference, Sent
 from stratagem.comparison.running import Running
-from stratagem.comparison.trace import Trace, compare_parameters, trace
+from stratagem.comparison.trace import Trace, compare_parameters, furthest, trace
 
 
 @final
@@ -49,10 +49,11 @@ def reference(running: Running, twin: Running, tolerance: float | None) -> Expec
     tolerance = tolerance if tolerance is not None else tolerance_for(found.precision)
     final = compare_parameters(twin.final, running.final)
     differences = curves(other, found)
+    limit = allowed(found, other, tolerance, final)
     return Expected(
         found,
         running,
-        allowed(found, other, tolerance, final),
+        limit,
         tolerance,
         Reference(
             tuple(step.loss if step.loss is not None else float("nan") for step in found.steps),
@@ -63,9 +64,10 @@ def reference(running: Running, twin: Running, tolerance: float | None) -> Expec
             tuple(step.loss if step.loss is not None else float("nan") for step in other.steps),
             differences["loss"].worst(),
             differences["gradient norm"].worst(),
-            final,
-            strict_steps(other, found, tolerance),
+            furthest(final),
+            strict_steps(other, found, tolerance, limit.loose),
             tuple(step.gradient_norm for step in other.steps),
+            tuple(sorted(limit.loose)),
         ),
     )
 
@@ -79,7 +81,7 @@ def contender(candidate: Candidate, running: Running, expected: Expected, steps:
     judged = judge(found, expected.trace, final, expected.limit, failed=failed)
     error = running.error or (f"its training ended after {len(found.steps)} of {steps} steps" if short else "")
     off_at_last = judged.verdict == "differs" and judged.departure is None
-    told = causes.reasons(found, expected.trace, judged.departure, final if off_at_last else None)
+    told = causes.reasons(found, expected.trace, judged.departure, judged.final if off_at_last else None)
     return Contender(
         candidate.name,
         candidate.about,
@@ -89,7 +91,7 @@ def contender(candidate: Candidate, running: Running, expected: Expected, steps:
         tuple(step.gradient_norm for step in found.steps),
         judged.loss,
         judged.gradient_norm,
-        final,
+        furthest(final) if final is not None else None,
         judged.departure,
         running.startup_s,
         step_s=_durations(running.timed),
@@ -100,7 +102,8 @@ def contender(candidate: Candidate, running: Running, expected: Expected, steps:
             Place(rank, dict(ready.coordinates), ready.data_rank, ready.parameters)
             for rank, ready in sorted(running.ready.items())
         ),
-        strict_steps=strict_steps(found, expected.trace, expected.tolerance),
+        strict_steps=strict_steps(found, expected.trace, expected.tolerance, expected.limit.loose),
+        widest=judged.widest,
     )
 
 

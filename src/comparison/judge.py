@@ -13,12 +13,20 @@ rounded otherwise than the sum over one batch. So the reference runs twice. The 
 rounding away, and is the same run in all else. A step of a contender is equal if its difference is within the
 tolerance, or within `HEADROOM` times the largest difference that the twin has had until then. Real faults show in the
 first steps, where the twin's differences are near 1e-7; what lies beyond can be no stricter and be true.
+
+Note [each name its own]: some parameters have no gradient but rounding noise (a bias before a batch norm, the bias of
+keys in attention), and an Adam moves them at random from the first step on, while all others stay where they are. So
+every parameter and buffer has a limit by its own name, and one that drifts opens none but its own. Two runs do not
+drift alike, and a small one may by chance not have moved in the twin; a name is therefore taken to drift no less than
+the median name does, which a few of them cannot lift. Those that leave the tolerance while the median name does not
+come near it are *loose*: `strict_steps` leaves them out, since they say nothing about a strategy.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, final
@@ -57,12 +65,12 @@ class Curve:
     Attributes:
         relative: see Note [the measure]; None where one side has no value.
         absolute: likewise.
-        names: of parameters, the worst one in each step.
+        parts: of parameters, the relative difference of each name in each step.
     """
 
     relative: tuple[float | None, ...]
     absolute: tuple[float | None, ...]
-    names: tuple[str, ...] = ()
+    parts: tuple[Mapping[str, float], ...] = ()
 
     def worst(self) -> Deviation | None:
         """The largest relative difference, and where; None where there is none at all."""
@@ -79,113 +87,172 @@ class Allowed:
     """How far a contender may be off, by quantity and step.
 
     Attributes:
-        steps: per quantity, for each step.
-        final: for the final parameters.
+        steps: of loss and gradient norm, for each step.
+        parts: of each parameter and buffer, for each step; a name that is not there has the tolerance.
+        final: of each one in the end; likewise.
+        tolerance: what is always allowed.
+        loose: names that rounding alone decides; see Note [each name its own].
     """
 
     steps: Mapping[Quantity, tuple[float, ...]]
-    final: float
+    parts: tuple[Mapping[str, float], ...]
+    final: Mapping[str, float]
+    tolerance: float
+    loose: frozenset[str] = frozenset()
+
+    def of(self, quantity: Quantity, step: int, name: str = "") -> float:
+        """The limit of a quantity in a step; of `parameters` that of one name."""
+        if quantity != "parameters":
+            return self.steps[quantity][step]
+        return self.parts[step].get(name, self.tolerance) if step < len(self.parts) else self.tolerance
 
 
 @final
 @dataclass(frozen=True)
 class Judgement:
-    """What is said about one contender; the fields are those of `Contender`."""
+    """What is said about one contender; the fields are those of `Contender`.
+
+    Attributes:
+        final: of the final parameters that one which is furthest beyond its limit; None if none is.
+    """
 
     verdict: Verdict
     loss: Deviation | None = None
     gradient_norm: Deviation | None = None
     departure: Departure | None = None
+    final: Deviation | None = None
+    widest: float = 0.0
 
 
-def allowed(reference: Trace, twin: Trace | None, tolerance: float, final: Deviation | None = None) -> Allowed:
+def allowed(
+    reference: Trace, twin: Trace | None, tolerance: float, final: Mapping[str, Deviation] | None = None
+) -> Allowed:
     """How far off a contender may be: see Note [what rounding does].
 
     Args:
         reference: one process.
         twin: the same, begun one rounding apart; None where there is none.
         tolerance: what is always allowed.
-        final: how far the twin's final parameters are from the reference's.
+        final: how far the twin's final parameters are from the reference's, by name.
     """
     twins = curves(twin, reference) if twin is not None else {}
     steps: dict[Quantity, tuple[float, ...]] = {}
-    for quantity in ("loss", "gradient norm", "parameters"):
+    quantities: tuple[Quantity, ...] = ("loss", "gradient norm")
+    for quantity in quantities:
         drift = [value or 0.0 for value in twins[quantity].relative] if quantity in twins else []
         drift += [0.0] * (len(reference.steps) - len(drift))
-        steps[quantity] = tuple(max(tolerance, HEADROOM * high) for high in accumulate(drift, max))
-    return Allowed(steps, max(tolerance, HEADROOM * final.relative if final is not None else 0.0))
+        steps[quantity] = tuple(_limit(high, tolerance) for high in accumulate(drift, max))
+    parts: list[dict[str, float]] = []
+    loose: set[str] = set()
+    so_far: dict[str, float] = {}
+    for step in twins["parameters"].parts if twins else ():
+        so_far = {name: max(value, so_far.get(name, 0.0)) for name, value in step.items()}
+        least = _median(so_far.values())
+        if least <= tolerance / HEADROOM:
+            loose |= {name for name, value in so_far.items() if value > tolerance}
+        parts.append({name: _limit(max(value, least), tolerance) for name, value in so_far.items()})
+    last = {name: max(each.relative, so_far.get(name, 0.0)) for name, each in (final or {}).items()}
+    least = _median(last.values())
+    ends = {name: _limit(max(value, least), tolerance) for name, value in last.items()}
+    return Allowed(steps, tuple(parts), ends, tolerance, frozenset(loose))
+
+
+def _limit(drift: float, tolerance: float) -> float:
+    return max(tolerance, HEADROOM * drift)
+
+
+def _median(drifts: Iterable[float]) -> float:
+    found = list(drifts)
+    return statistics.median_low(found) if found else 0.0
 
 
 def curves(found: Trace, expected: Trace) -> dict[Quantity, Curve]:
     """The differences of the steps that both runs have done."""
     pairs = list(zip(found.steps, expected.steps, strict=False))
-    sketches = [_sketch_difference(mine.sketch, its.sketch) for mine, its in pairs]
+    sketches = [_sketch_differences(mine.sketch, its.sketch) for mine, its in pairs]
+    worst = [max(each.values(), default=(None, None)) for each in sketches]
     return {
         "loss": _curve([(mine.loss, its.loss) for mine, its in pairs]),
         "gradient norm": _curve([(mine.gradient_norm, its.gradient_norm) for mine, its in pairs]),
         "parameters": Curve(
-            tuple(each[0] for each in sketches),
-            tuple(each[1] for each in sketches),
-            tuple(each[2] for each in sketches),
+            tuple(each[0] for each in worst),
+            tuple(each[1] for each in worst),
+            tuple({name: relative for name, (relative, _) in each.items()} for each in sketches),
         ),
     }
 
 
-def strict_steps(found: Trace, expected: Trace, tolerance: float) -> int:
-    """Steps from the first on in which every quantity is within the tolerance itself."""
-    differences = curves(found, expected).values()
+def strict_steps(found: Trace, expected: Trace, tolerance: float, loose: frozenset[str] = frozenset()) -> int:
+    """Steps from the first on in which all is within the tolerance itself, but for the `loose` parameters."""
     off = [
         step
-        for each in differences
-        for step, value in enumerate(each.relative)
-        if value is not None and value > tolerance
+        for quantity, step, name, value in _every(curves(found, expected))
+        if not value <= tolerance and not (quantity == "parameters" and name in loose)
     ]
     return min(off, default=min(len(found.steps), len(expected.steps)))
 
 
-def judge(found: Trace, expected: Trace, final: Deviation | None, limit: Allowed, *, failed: bool) -> Judgement:
+def _every(differences: Mapping[Quantity, Curve]) -> Iterator[tuple[Quantity, int, str, float]]:
+    """Quantity, step, name and relative difference of all that was compared, in the order in which a run computes."""
+    for step in range(len(differences["loss"].relative)):
+        for quantity, curve in differences.items():
+            value = curve.relative[step]
+            if quantity == "parameters":
+                for name, part in curve.parts[step].items():
+                    yield quantity, step, name, part
+            elif value is not None:
+                yield quantity, step, "", value
+
+
+def judge(
+    found: Trace, expected: Trace, final: Mapping[str, Deviation] | None, limit: Allowed, *, failed: bool
+) -> Judgement:
     """The verdict on a contender.
 
     Args:
         found: its steps.
         expected: the reference's.
-        final: how far its final parameters are from the reference's; None where it has none.
+        final: how far its final parameters are from the reference's, by name; None where it has none.
         limit: how far it may be off.
         failed: it ended before its last step.
     """
     differences = curves(found, expected)
-    departure = next(_departures(found, expected, differences, limit), None)
+    departure = _departure(found, expected, differences, limit)
+    ends = [(each.relative, limit.final.get(name, limit.tolerance), each) for name, each in (final or {}).items()]
+    off = [(_over(value, bound), each) for value, bound, each in ends if not value <= bound]
+    beyond = max(off, key=lambda each: each[0])[1] if off else None
+    used = [limit.of(*where) for *where, value in _every(differences) if value > limit.tolerance]
+    used += [bound for value, bound, _ in ends if value > limit.tolerance]
     loss, norm = differences["loss"].worst(), differences["gradient norm"].worst()
     data = _first_other_samples(found, expected)
     verdict: Verdict = "equal"
-    if departure is not None or (final is not None and not final.relative <= limit.final):
+    if departure is not None or beyond is not None:
         verdict = "differs"
         # Samples that only look different (padding, say) change no number; the first number that is off decides.
         if data is not None and departure is not None and data.step <= departure.step:
             verdict, departure = "other data", data
-    return Judgement("failed" if failed else verdict, loss, norm, departure)
+    return Judgement("failed" if failed else verdict, loss, norm, departure, beyond, max(used, default=0.0))
 
 
-def _departures(
+def _departure(
     found: Trace, expected: Trace, differences: Mapping[Quantity, Curve], limit: Allowed
-) -> Iterator[Departure]:
-    """Every step and quantity that is off, in the order in which a run computes them."""
-    for step, (mine, its) in enumerate(zip(found.steps, expected.steps, strict=False)):
-        for quantity in ("loss", "gradient norm", "parameters"):
-            off = differences[quantity].relative[step]
-            if off is None or off <= limit.steps[quantity][step]:
-                continue
-            if quantity == "parameters":
-                name = differences[quantity].names[step]
-                nothing = Sketch(0.0, ())
-                yield Departure(
-                    step, quantity, mine.sketch.get(name, nothing).norm, its.sketch.get(name, nothing).norm, name
-                )
-            else:
-                values = (mine.loss, its.loss) if quantity == "loss" else (mine.gradient_norm, its.gradient_norm)
-                assert values[0] is not None
-                assert values[1] is not None
-                yield Departure(step, quantity, values[0], values[1])
+) -> Departure | None:
+    """The first quantity that is off; of parameters that are off in one step the one furthest beyond its limit."""
+    all_off = (each for each in _every(differences) if not each[3] <= limit.of(*each[:3]))
+    first = next(all_off, None)
+    if first is None:
+        return None
+    quantity, step, _, _ = first
+    mine, its = found.steps[step], expected.steps[step]
+    if quantity == "parameters":
+        same = [first, *(each for each in all_off if each[1] == step)]
+        name = max(same, key=lambda each: _over(each[3], limit.of(*each[:3])))[2]
+        nothing = Sketch(0.0, ())
+        return Departure(step, quantity, mine.sketch.get(name, nothing).norm, its.sketch.get(name, nothing).norm, name)
+    values = (mine.loss, its.loss) if quantity == "loss" else (mine.gradient_norm, its.gradient_norm)
+    assert values[0] is not None
+    assert values[1] is not None
+    return Departure(step, quantity, values[0], values[1])
 
 
 def _first_other_samples(found: Trace, expected: Trace) -> Departure | None:
@@ -213,19 +280,19 @@ def _curve(pairs: Sequence[tuple[float | None, float | None]]) -> Curve:
     return Curve(tuple(relative), tuple(absolute))
 
 
-def _sketch_difference(mine: Mapping[str, Sketch], its: Mapping[str, Sketch]) -> tuple[float | None, float | None, str]:
-    """The parameter that is off most in one step: its relative and absolute difference, and its name."""
+def _sketch_differences(mine: Mapping[str, Sketch], its: Mapping[str, Sketch]) -> dict[str, tuple[float, float]]:
+    """The relative and the absolute difference of each parameter after one step; none where a side has no sketch."""
     if not mine or not its:
-        return None, None, ""
+        return {}
     odd = sorted(mine.keys() ^ its.keys())
     if odd:
-        return math.inf, math.inf, odd[0]
+        return {odd[0]: (math.inf, math.inf)}
     floor = _SMALL * max((each.norm for each in its.values() if math.isfinite(each.norm)), default=0.0)
-    found = []
+    found = {}
     for name, expected in its.items():
         off = 0.0 if mine[name] == expected else mine[name].distance(expected)
-        found.append((_over(off, max(expected.norm, floor)), off, name))
-    return max(found)
+        found[name] = (_over(off, max(expected.norm, floor)), off)
+    return found
 
 
 def _over(off: float, scale: float) -> float:

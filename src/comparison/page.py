@@ -167,7 +167,7 @@ def _row(index: int, contender: Contender, comparison: Comparison) -> _Row:
         _ICONS[contender.verdict],
         words.VERDICTS[contender.verdict],
         words.departed(contender),
-        _numbers(contender),
+        _numbers(contender, comparison),
         _ranks(contender, comparison.reference.num_parameters),
     )
 
@@ -195,7 +195,7 @@ def _share(parameters: int, num_parameters: int) -> str:
     return f"{100 * parameters / num_parameters:.3g} %" if num_parameters else f"{parameters:,}"
 
 
-def _numbers(contender: Contender) -> list[tuple[str, str, str]]:
+def _numbers(contender: Contender, comparison: Comparison) -> list[tuple[str, str, str]]:
     spread, ratio = words.spread(contender), contender.ratio
     sent, held = words.total(words.sent(contender)), words.total(contender.held)
     deviations = [
@@ -205,6 +205,11 @@ def _numbers(contender: Contender) -> list[tuple[str, str, str]]:
     ]
     return [
         *((name, words.relative(deviation), _where(deviation, contender)) for name, deviation in deviations),
+        (
+            f"within {comparison.tolerance:g}",
+            f"{contender.strict_steps} of {comparison.steps} steps" if contender.losses else words.NONE,
+            f"else up to {words.relative(contender.widest)} by rounding" if contender.widest else "",
+        ),
         (
             "step",
             words.seconds(contender.median_s),

@@ -247,9 +247,9 @@ def verdict(comparison: Comparison) -> str:
     """
     contenders = comparison.contenders
     num_equal = sum(contender.verdict == "equal" for contender in contenders)
-    steps = f"{comparison.steps} step{'' if comparison.steps == 1 else 's'}"
-    rounding = ", or within what rounding alone does," if beyond(comparison) else ""
-    within = f"one process within {comparison.tolerance:g}{rounding} over {steps}"
+    equal = [contender for contender in contenders if contender.verdict == "equal"]
+    strict = min((contender.strict_steps for contender in equal), default=comparison.steps)
+    within = f"one process {reach(comparison, strict, max((one.widest for one in equal), default=0.0))}"
     if not contenders:
         return "No strategy was compared."
     if num_equal == len(contenders) == 1:
@@ -263,11 +263,39 @@ def verdict(comparison: Comparison) -> str:
     return f"{count} of {len(contenders)} strategies equal{'s' if num_equal == 1 else ''} {within}: {rest}."
 
 
-def beyond(comparison: Comparison) -> bool:
-    """Whether a strategy is `equal` only because rounding alone carries one process further than the tolerance."""
-    equal = [contender for contender in comparison.contenders if contender.verdict == "equal"]
-    found = [off for contender in equal for off in (contender.loss, contender.gradient_norm, contender.parameters)]
-    return any(off is not None and off.relative > comparison.tolerance for off in found)
+def reach(comparison: Comparison, strict_steps: int, widest: float) -> str:
+    """How close to one process is meant by `equal`: in how many steps the tolerance held, and what was allowed then.
+
+    Args:
+        comparison: whose steps and tolerance they are.
+        strict_steps: in which all was within the tolerance.
+        widest: the largest limit that was needed; 0 if the tolerance was enough.
+
+    Example:
+        >>> found = Comparison((), 2, 50, "32-true", 1e-5, "ddp", Reference((), ()), ())
+        >>> reach(found, 19, 0.02)
+        'within 1e-05 for the first 19 of 50 steps, then within what rounding alone does (up to 0.02)'
+    """
+    steps = f"{comparison.steps} step{'' if comparison.steps == 1 else 's'}"
+    tolerance, rounding = f"{comparison.tolerance:g}", f"within what rounding alone does (up to {relative(widest)})"
+    if widest <= comparison.tolerance:
+        return f"within {tolerance} over {steps}"
+    if strict_steps >= comparison.steps:
+        return f"within {tolerance} over {steps}, but for single parameters {rounding}"
+    if not strict_steps:
+        return f"in no step within {tolerance}, only {rounding}, over {steps}"
+    return f"within {tolerance} for the first {strict_steps} of {steps}, then {rounding}"
+
+
+def loose(reference: Reference) -> str:
+    """The parameters that rounding alone decides, the first few by name.
+
+    Example:
+        >>> loose(Reference((), (), loose=("a", "b", "c", "d")))
+        'a, b, c and 1 more, which rounding alone decides'
+    """
+    names, rest = [plain(name) for name in reference.loose[:3]], len(reference.loose) - 3
+    return ", ".join(names) + (f" and {rest} more" if rest > 0 else "") + ", which rounding alone decides"
 
 
 def twin(reference: Reference) -> list[tuple[str, Deviation]]:

@@ -29,7 +29,8 @@ _STYLES: dict[Verdict, str] = {
 }
 _LEGEND = """\
 Δ: largest relative difference from one process. step: median ± half the distance of the quartiles.
-sent: by one rank in one step. held: by one rank when its gradients are complete."""
+sent: by one rank in one step. held: by one rank when its gradients are complete.
+strict steps: from the first on, in which all is within the tolerance itself."""
 _MAX_LINES = 12  # of one reason in the terminal; the page has every line
 
 
@@ -64,10 +65,16 @@ def show(comparison: Comparison, console: Console) -> None:
     twin = [f"{name} {words.relative(off)}" for name, off in words.twin(comparison.reference)]
     if twin:
         console.print(Text(f"Rounding alone carries one process as far as this: {', '.join(twin)}.", "dim"))
+    if comparison.reference.loose:
+        console.print(Text(f"Left out of strict steps: {words.loose(comparison.reference)}.", "dim"))
     console.print()
     for contender in comparison.contenders:
-        if contender.verdict != "equal":
+        if contender.verdict != "equal" or contender.reasons:
             _explain(contender, console)
+    for contender in comparison.contenders:
+        if contender.verdict == "equal" and contender.widest:
+            reach = words.reach(comparison, contender.strict_steps, contender.widest)
+            console.print(Text(f"{words.plain(contender.name)}: {reach}"))
     style = "bold green" if comparison.passed and comparison.contenders else "bold red"
     console.print(Text(words.verdict(comparison), style))
 
@@ -91,6 +98,7 @@ def _parity() -> list[_Column]:
         _Column("Δ\nloss", lambda contender: words.relative(contender.loss)),
         _Column("Δ grad\nnorm", lambda contender: words.relative(contender.gradient_norm)),
         _Column("Δ para-\nmeters", lambda contender: words.relative(contender.parameters)),
+        _Column("strict\nsteps", lambda contender: str(contender.strict_steps) if contender.losses else words.NONE),
     ]
 
 

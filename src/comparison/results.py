@@ -133,8 +133,9 @@ class Reference:
         twin_loss: how far the twin's losses are from these.
         twin_gradient_norm: likewise.
         twin_parameters: likewise the final parameters.
-        twin_strict_steps: steps from the first on in which all of it stayed within the tolerance; beyond them nobody
-            can be held to the tolerance.
+        twin_strict_steps: steps from the first on in which all of it stayed within the tolerance, but for `loose`;
+            beyond them nobody can be held to the tolerance.
+        loose: names of parameters that rounding alone decides, as the twin shows: their gradient is only noise.
     """
 
     losses: tuple[float, ...]
@@ -148,6 +149,7 @@ class Reference:
     twin_parameters: Deviation | None = None
     twin_strict_steps: int = 0
     twin_gradient_norms: tuple[float | None, ...] = ()
+    loose: tuple[str, ...] = ()
 
 
 @final
@@ -174,7 +176,9 @@ class Contender:
         peak_bytes: the largest growth of a rank's resident memory from its start on.
         layout: its ranks.
         strict_steps: steps from the first on in which losses, gradient norms and parameters stayed within the tolerance
-            itself, whatever rounding does later.
+            itself, whatever rounding does later; parameters that rounding alone decides (`Reference.loose`) left out.
+        widest: the largest limit that was needed, where something is beyond the tolerance and within what rounding
+            alone does; 0 if nothing is beyond the tolerance.
     """
 
     name: str
@@ -195,6 +199,7 @@ class Contender:
     peak_bytes: int | None = None
     layout: tuple[Place, ...] = ()
     strict_steps: int = 0
+    widest: float = 0.0
 
     @property
     def median_s(self) -> float | None:

@@ -96,8 +96,8 @@ def _step(seen: Mapping[int, Observed], ready: Mapping[int, Ready]) -> Step:
 
 
 @torch.no_grad()
-def compare_parameters(found: Path, expected: Path) -> Deviation:
-    """How far two state dicts are apart, of each tensor the largest difference over its own largest magnitude.
+def compare_parameters(found: Path, expected: Path) -> dict[str, Deviation]:
+    """How far two state dicts are apart, by name: the largest difference of a tensor over its own largest magnitude.
 
     In float64, one tensor at a time; a magnitude counts as no less than 0.1 % of the largest one of all. Names that
     only one side has, other shapes, and what is no number on one side are an infinite difference.
@@ -107,19 +107,29 @@ def compare_parameters(found: Path, expected: Path) -> Deviation:
     odd = sorted(mine.keys() ^ its.keys())
     odd += [name for name, value in its.items() if name in mine and mine[name].shape != value.shape]
     if odd:
-        return Deviation(math.inf, math.inf, odd[0])
+        return {odd[0]: Deviation(math.inf, math.inf, odd[0])}
     scales = {name: _magnitude(value) for name, value in its.items()}
     floor = _SMALL * max((scales[name] for name, value in its.items() if value.is_floating_point()), default=0.0)
-    relative, absolute, where = 0.0, 0.0, ""
+    apart: dict[str, Deviation] = {}
     for name, value in its.items():
         left, right = mine[name].double(), value.double()
         same = (left == right) | (left.isnan() & right.isnan())
         off = float(torch.where(same, 0.0, (left - right).abs().nan_to_num(math.inf)).max()) if value.numel() else 0.0
         over = off / max(scales[name], floor) if off and max(scales[name], floor) > 0 else (math.inf if off else 0.0)
-        absolute = max(absolute, off)
-        if over > relative:
-            relative, where = over, name
-    return Deviation(relative, absolute, where)
+        apart[name] = Deviation(over, off, name)
+    return apart
+
+
+def furthest(apart: Mapping[str, Deviation]) -> Deviation:
+    """The one with the largest relative difference, beside the largest absolute one of all.
+
+    Example:
+        >>> furthest({"a": Deviation(0.1, 2.0, "a"), "b": Deviation(0.2, 1.0, "b")})
+        Deviation(relative=0.2, absolute=2.0, where='b')
+    """
+    worst = max(apart.values(), key=lambda each: each.relative, default=Deviation(0.0, 0.0))
+    absolute = max((each.absolute for each in apart.values()), default=0.0)
+    return Deviation(worst.relative, absolute, worst.where if worst.relative else "")
 
 
 def _magnitude(tensor: Tensor) -> float:

@@ -101,6 +101,7 @@ def contender(name: str, *, noise: float = 2e-7, seed: int = 0) -> Contender:
             Place(rank, {"dp_replicate": rank} if own else {}, rank, int(NUM_PARAMETERS * parameters))
             for rank in range(2)
         ),
+        strict_steps=STEPS,
     )
 
 

@@ -13,7 +13,7 @@ from rich.console import Console
 from stratagem.comparison.report import show
 from stratagem.comparison.results import Comparison, Contender, Deviation, Held, Reference, Sent
 
-from .samples import TRACEBACK, comparison, contender, good, troubled
+from .samples import REFERENCE, TRACEBACK, comparison, contender, good, troubled
 
 
 def _shown(found: Comparison, width: int) -> str:
@@ -38,13 +38,13 @@ def test_at_120_columns_each_strategy_has_one_row_with_every_number() -> None:
     for one in good().contenders:
         assert text.count(f"\n{one.name} ") + text.startswith(f"{one.name} ") == 1
     zero_1 = _row(text, "zero_1")
-    assert zero_1[:4] == ["equal", "2.0e-7", "6.0e-7", "8.0e-7"]
-    assert re.fullmatch(r"\d{3}", zero_1[4])
-    assert re.fullmatch(r"±\d+", zero_1[5])
-    assert zero_1[6:] == ["0.91", "65.1", "1.00", "195", "1.00", "338", "4.2"]
+    assert zero_1[:5] == ["equal", "2.0e-7", "6.0e-7", "8.0e-7", "50"]
+    assert re.fullmatch(r"\d{3}", zero_1[5])
+    assert re.fullmatch(r"±\d+", zero_1[6])
+    assert zero_1[7:] == ["0.91", "65.1", "1.00", "195", "1.00", "338", "4.2"]
     assert "Rounding alone carries one process as far as this: loss 3.1e-6, gradient norm 2.2e-5, " in text
     # What DeepSpeed sends has no formula here, and what is bit-equal says so with a bare zero.
-    assert _row(text, "deepspeed_zero_1")[8] == "-"
+    assert _row(text, "deepspeed_zero_1")[9] == "-"
     assert _row(text, "ring_ddp")[1:4] == ["0", "0", "0"]
     assert text.splitlines()[-1] == "All 8 strategies equal one process within 1e-05 over 50 steps."
 
@@ -115,8 +115,8 @@ def test_what_is_missing_is_a_dash_and_what_is_no_number_is_said(width: int) -> 
     assert set(_row(text, "nothing")) == {"equal", "-"}
     words = _row(text, "nan")
     assert words[:4] == ["differs", "nan", "6.0e-7", "inf"]
-    assert words[4:6] == ["12.3", "1.03"]
-    assert words[6:] == ["301", "-", "0", "1.00", "-", "4.2"]
+    assert words[4:7] == ["50", "12.3", "1.03"]
+    assert words[7:] == ["301", "-", "0", "1.00", "-", "4.2"]
 
 
 def test_the_last_line_counts() -> None:
@@ -130,9 +130,12 @@ def test_the_last_line_counts() -> None:
         "1 of 3 strategies equals one process within 1e-05 over 1 step: s1, s2 differ."
     )
     assert last("differs", "failed").startswith("None of 2 strategies equal")
-    drifted = replace(contender("s0"), loss=Deviation(3e-5, 1e-4))
-    assert _sentences(_shown(comparison(drifted), 200)).endswith(
-        "The only strategy, s0, equals one process within 1e-05, or within what rounding alone does, over 50 steps."
-    )
+    drifted = replace(contender("s0"), loss=Deviation(3e-5, 1e-4), strict_steps=19, widest=0.02)
+    found = comparison(drifted, contender("s1"), reference=replace(REFERENCE, loose=("net.0.bias",)))
+    said = _sentences(_shown(found, 200))
+    reach = "within 1e-05 for the first 19 of 50 steps, then within what rounding alone does (up to 0.02)"
+    assert said.endswith(f"s0: {reach} All 2 strategies equal one process {reach}.")
+    assert "Left out of strict steps: net.0.bias, which rounding alone decides." in said
+    assert _row(_shown(found, 200), "s0")[4] == "19"
     empty = Comparison((), 1, 0, "", 0.0, "", Reference((), ()), ())
     assert _shown(empty, 120).strip().endswith("No strategy was compared.")

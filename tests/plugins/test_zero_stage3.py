@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -156,6 +157,59 @@ def test_what_a_module_uses_is_there(body: Callable[[], nn.Module], prefetch: in
     assert held_bytes(memory) <= 8 * len(memory)  # nothing is left lying about
     zero.close()
     cases.assert_same_parameters(module, reference)
+    here.close()
+
+
+class Gated(nn.Module):
+    """Blocks that run on every rank, each with a part that only some calls use."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b, self.extra = nn.Linear(6, 9), nn.Linear(9, 6), nn.Linear(6, 6)
+
+        def forward(self, x: Tensor, uses: bool) -> Tensor:
+            y = self.b(torch.tanh(self.a(x)))
+            return y + self.extra(x) if uses else y
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Linear(6, 6), nn.Linear(6, 1)
+        self.blocks = nn.ModuleList(Gated.Block() for _ in range(3))
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        x = self.embed(x)
+        for block in self.blocks:
+            x = torch.tanh(block(x, uses))
+        return self.head(x).mean()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    ("accumulation", "bucket_mib", "micro_batches"), [("partition", 1e-3, 1), ("partition", 1e-4, 1)]
+)
+def test_ranks_may_leave_out_parts_of_blocks(accumulation: str, bucket_mib: float, micro_batches: int) -> None:
+    """One rank reduces what another enters after its backward only, which fetches from the first: with buckets for a
+    block, and with gradients that travel alone."""
+    rank, size, modules = dist.get_rank(), dist.get_world_size(), [_build(Gated), _build(Gated)]
+    settings = ZeroSettings(persistence_threshold=0, bucket_mib=bucket_mib, accumulation=accumulation)
+    zero, here = Zero3(settings), cases.context()
+    zero.apply(modules[0], here)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in modules]
+    zero.attach(optimizers[:1])
+    for step in range(2):
+        for micro in range(micro_batches):
+            generator = torch.Generator().manual_seed(10 * step + micro)
+            data = torch.randn(size, 4, 6, dtype=torch.float64, generator=generator)
+            uses = [(r + micro) % 2 == 0 for r in range(size)]
+            with nullcontext() if micro == micro_batches - 1 else zero.no_sync():
+                modules[0](data[rank], uses[rank]).backward()
+            sum(modules[1](data[r], uses[r]) / size for r in range(size)).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    zero.close()
+    cases.assert_same_parameters(*modules)
     here.close()
 
 

@@ -14,7 +14,8 @@ size.
 
 Note [one order on all ranks]: ranks may produce gradients in different orders, but a ring pairs the i-th message of one
 rank with the i-th of its neighbour. So buckets leave strictly in line; a full one waits its turn. Under control flow
-that differs between ranks, stages 2 and 3 may therefore hold more than two.
+that differs between ranks, stages 2 and 3 may therefore hold more than two. How stage 3 waits for the one that travels
+is told in `pool`.
 
 Note [unused parameters]: at the end of backward the buckets that never filled leave too, with zeros for what is
 missing. One small integer vector then tells everyone which parameters any rank used: the piece of one that nobody used
@@ -51,7 +52,7 @@ from stratagem.collectives import Op, Wire
 from stratagem.errors import ConfigError
 from stratagem.plugins.zero.bucket import Bucket
 from stratagem.plugins.zero.lane import Lane
-from stratagem.plugins.zero.pool import Pool
+from stratagem.plugins.zero.pool import PATIENCE, Pool
 from stratagem.plugins.zero.settings import ZeroSettings
 from stratagem.technique import ChangedBuffers
 
@@ -64,6 +65,7 @@ class Gradients:
         lane: the communicators and the thread.
         settings: see `ZeroSettings`.
         transient: keep nothing but the owned slices (stages 2 and 3).
+        fetches: backward meets other ranks in collectives of its own (stage 3), so it must not wait for reductions.
         buffers: of the module.
         names: of the parameters, by id, for messages.
 
@@ -73,12 +75,19 @@ class Gradients:
     """
 
     def __init__(
-        self, lane: Lane, settings: ZeroSettings, *, transient: bool, buffers: ChangedBuffers, names: dict[int, str]
+        self,
+        lane: Lane,
+        settings: ZeroSettings,
+        *,
+        transient: bool,
+        fetches: bool,
+        buffers: ChangedBuffers,
+        names: dict[int, str],
     ) -> None:
         self.on_arrival: Callable[[Tensor], None] = lambda _: None
         self.on_finish: Callable[[], None] = lambda: None
         self._lane, self._settings, self._buffers, self._names = lane, settings, buffers, names
-        self._pool = Pool() if transient else None
+        self._pool = Pool(PATIENCE if fetches else None) if transient else None
         self.buckets: list[Bucket] = []
         self._handles: list[RemovableHandle] = []
         self._reduces, self._pending, self._started, self._callback_queued = True, False, False, False

@@ -101,6 +101,7 @@ class Zero(Saving, ABC):
             self._lane,
             self.settings,
             transient=self.stage > 1,
+            fetches=self.stage > 2,
             buffers=ChangedBuffers(module),
             names=self.names,
         )

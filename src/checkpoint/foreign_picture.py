@@ -26,7 +26,7 @@ from stratagem.checkpoint import tree
 from stratagem.checkpoint.tree import Path as TreePath
 from stratagem.errors import CheckpointError
 
-WINDOW_BYTES = 2**26
+WINDOW_BYTES = 2**25
 EXTRA = "stratagem"
 """The key of what this package adds to a checkpoint; it travels in single files too, where Lightning ignores it."""
 

@@ -125,7 +125,7 @@ def test_memory_stays_bounded(tmp_path: Path) -> None:
         done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300)
         peak = json.loads(done.stdout.splitlines()[-1])
         print(f"{source} -> {target}: {peak / 2**20:.0f} MiB")
-        # A window of 64 MiB and a tensor on either side, and what is imported.
+        # A window of 32 MiB and a tensor on either side, and what is imported.
         assert peak < 160 * 2**20, f"{source} -> {target}: {peak / 2**20:.0f} MiB"
     last = torch.load(tmp_path / "c.ckpt", mmap=True)["state_dict"]
     assert len(last) == 25

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import final
 
@@ -33,6 +33,8 @@ from torch import Tensor
 
 Span = tuple[int, int]
 """A half-open range `[start, stop)`."""
+
+_LEAST, _MOST = 1e-15, 1e15  # between them the squares of a norm have their digits in float32
 
 Reduce = Callable[[Tensor, tuple[str, ...], str], None]
 """Reduces a small tensor in place over the given axes, by `"sum"` or `"max"`. Every rank along those axes calls it."""
@@ -98,7 +100,9 @@ def global_norm(parts: Iterable[tuple[Placement, Tensor]], reduce: Reduce, *, no
         norm_type: p of the p-norm; `inf` for the largest magnitude.
 
     Returns:
-        A scalar, float32 or the wider type of the tensors, equal on all ranks. 0 where there are no tensors.
+        A scalar, float32 or the wider type of the tensors, equal on all ranks. 0 where there are no tensors. On the
+        CPU a finite norm that float32's squares can't hold (below 1e-15, above 1e15) is computed again in float64, by
+        all ranks alike, since all have the same first result; it then moves one scalar more.
 
     Example:
         >>> place = Placement("w", (2,))
@@ -115,10 +119,31 @@ def global_norm(parts: Iterable[tuple[Placement, Tensor]], reduce: Reduce, *, no
     for tensor in tensors:
         dtype = torch.promote_types(dtype, tensor.dtype)
     device = tensors[0].device
+    total = _norm_of_groups(groups, reduce, norm_type, dtype, device)
+    if device.type == "cpu" and dtype == torch.float32 and not math.isinf(norm_type):
+        seen = float(total)
+        if not (_LEAST < seen < _MOST or math.isnan(seen)):
+            total = _norm_of_groups(groups, reduce, norm_type, torch.float64, device, wide=True).to(dtype)
+    return total
+
+
+def _norm_of_groups(
+    groups: Mapping[tuple[str, ...], list[Tensor]],
+    reduce: Reduce,
+    norm_type: float,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    wide: bool = False,
+) -> Tensor:
+    """The norm, of which the sums over tensors are taken in `dtype`; with `wide` those over elements, too."""
     infinite = math.isinf(norm_type)
+    options = {"dtype": dtype} if wide else {}
     total = torch.zeros((), dtype=dtype, device=device)
     for axes in sorted(groups):
-        norms = torch.stack([norm.to(device, dtype) for norm in torch._foreach_norm(groups[axes], norm_type)])
+        norms = torch.stack(
+            [norm.to(device, dtype) for norm in torch._foreach_norm(groups[axes], norm_type, **options)]
+        )
         part = norms.max() if infinite else norms.pow(norm_type).sum()
         if axes:
             reduce(part, axes, "max" if infinite else "sum")

@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stratagem.placement import Placement, clip_by_norm, global_norm
@@ -32,6 +32,7 @@ def norm_over(ranks: list[list[tuple[Placement, torch.Tensor]]], norm_type: floa
     return results
 
 
+@settings(deadline=None)  # the first example loads what all use
 @given(st.integers(1, 4), st.sampled_from([1.0, 2.0, 3.0, math.inf]), st.integers(0, 2**31))
 def test_sharded_and_replicated_parts_give_the_whole_norm(n: int, norm_type: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
@@ -63,6 +64,14 @@ def test_half_precision_norms_do_not_overflow() -> None:
     """The squares of 300 exceed float16's 65504."""
     parts = [(Placement("a", (100,)), torch.full((100,), 300.0, dtype=torch.float16))]
     assert float(global_norm(parts, lambda *_: None)) == pytest.approx(3000.0, rel=1e-3)
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-22, 1.0, 1e22, 1e30])
+def test_the_norm_of_tiny_and_of_huge_gradients_is_no_zero_and_no_infinity(size: float) -> None:
+    """In float32 the squares of all but the middle one are 0 or infinite; sharded and not."""
+    whole, half = Placement("a", (8,)), Placement("b", (8,), flat=(0, 4), shard_axes=("dp_shard",))
+    ranks = [[(whole, torch.full((8,), size)), (half, torch.full((4,), size))] for _ in range(2)]
+    assert norm_over(ranks, 2.0) == pytest.approx([4 * size] * 2, rel=1e-6)
 
 
 @pytest.mark.parametrize("max_norm", [0.5, 100.0])

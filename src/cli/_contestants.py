@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, final
@@ -91,9 +91,8 @@ def check_all(
     """
     found: dict[str, UserError] = {str(fault): fault for fault in faults}
     for file in files:
-        if file is not None and not file.absolute().parent.is_dir():
-            fault = ConfigError(f"there is no folder {file.parent}", where=str(file), do="make it first")
-            found.setdefault(str(fault), fault)
+        if file is not None and (unwritable := _unwritable(file)) is not None:
+            found.setdefault(str(unwritable), unwritable)
     for number, each in enumerate(contestants):
         if each.overlay and Path(each.overlay).is_file():
             alone = Contestant(each.name, ("--config", each.overlay))
@@ -104,3 +103,40 @@ def check_all(
             found.setdefault(str(problem), problem)
     if found:
         raise config.ConfigErrors(list(found.values()))
+
+
+def _unwritable(file: Path) -> ConfigError | None:
+    """Why this file cannot be written, tried before the work; what was not there is not there afterwards."""
+    if not file.absolute().parent.is_dir():
+        return ConfigError(f"there is no folder {file.parent}", where=str(file), do="make it first")
+    existed = file.exists()
+    if existed and not file.is_file() and not file.is_dir():
+        return None  # a pipe or a device: opening it may wait for a reader
+    try:
+        file.open("ab").close()
+        if not existed:
+            file.unlink()
+    except OSError as error:
+        return ConfigError(f"it cannot be written: {error.strerror}", where=str(file), do="name another file")
+    return None
+
+
+def write_all(writers: Iterable[tuple[Path | None, Callable[[Path], object]]]) -> None:
+    """Write every file that is asked for; one that fails keeps no other from being written.
+
+    Args:
+        writers: files, None for one that is not asked for, and what writes each.
+
+    Raises:
+        ConfigErrors: files that could not be written, each with its path.
+    """
+    faults: list[UserError] = []
+    for file, write in writers:
+        if file is None:
+            continue
+        try:
+            write(file)
+        except OSError as error:
+            faults.append(ConfigError(f"it could not be written: {error.strerror or error}", where=str(file)))
+    if faults:
+        raise config.ConfigErrors(faults)

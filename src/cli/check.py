@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from stratagem.cli._contestants import Contestant, check_all
+from stratagem.cli._contestants import Contestant, check_all, write_all
 from stratagem.cli.compare import say
 from stratagem.comparison import page_words as words
 from stratagem.comparison.engine import Options, compare
@@ -42,6 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         ConfigErrors: every fault of the config; no process was started.
+            Or, after all is shown: the file that could not be written.
         RankError: the one process failed.
     """
     written = Contestant("", tuple(options.run)).strategy
@@ -62,8 +63,7 @@ def run(options: argparse.Namespace) -> int:
     found = compare([contestant.candidate], settings, config=options.run, say=say)
     say("")
     show(found, Console(), with_sgd=not options.own)
-    if options.json:
-        options.json.write_text(found.to_json(), encoding="utf-8")
+    write_all([(options.json, lambda file: file.write_text(found.to_json(), encoding="utf-8"))])
     return 0 if found.passed else 1
 
 
@@ -74,6 +74,7 @@ def show(found: Comparison, console: Console, *, with_sgd: bool) -> None:
         "equal": "trains to the numbers of one process",
         "differs": "does not train to the numbers of one process",
         "other data": "was not given the samples of one process",
+        "nothing trained": "trained nothing, as one process did, so nothing is proved",
         "failed": "failed",
     }
     style = "green" if contender.verdict == "equal" else "bold red"
@@ -95,7 +96,10 @@ def show(found: Comparison, console: Console, *, with_sgd: bool) -> None:
         reach = words.reach(found, contender.strict_steps, contender.widest)
         console.print(f"\nequal: {reach}", highlight=False, soft_wrap=True)
     console.print(f"\nallowed: {found.tolerance:.0e}{_drift(found, contender)}", highlight=False, soft_wrap=True)
-    for reason in contender.reasons:
+    notes = list(found.reference.notes)
+    if found.reference.unclipped:
+        notes.append(f"No gradient reached the bound of clipping, {found.reference.clip:g}: clipping was not checked.")
+    for reason in [*contender.reasons, *notes]:
         console.print(f"- {reason}", markup=False, highlight=False, soft_wrap=True)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from stratagem.cli._contestants import Contestant, check_all
+from stratagem.cli._contestants import Contestant, check_all, write_all
 from stratagem.comparison.engine import Options, compare
 from stratagem.errors import ConfigError, UserError
 
@@ -44,6 +44,7 @@ def run(options: argparse.Namespace) -> int:
 
     Raises:
         ConfigErrors: every fault of every strategy's config; no process was started.
+            Or, after all is shown: files that could not be written.
         RankError: the one process that all are held against failed.
     """
     asked = [word.strip() for word in options.strategies.split(",") if word.strip()]
@@ -64,10 +65,12 @@ def run(options: argparse.Namespace) -> int:
     from stratagem.comparison import report  # what draws is needed only now
 
     report.show(found, Console())
-    if options.json:
-        options.json.write_text(found.to_json(), encoding="utf-8")
-    if options.html:
-        report.write_page(found, options.html)
+    write_all(
+        [
+            (options.json, lambda file: file.write_text(found.to_json(), encoding="utf-8")),
+            (options.html, lambda file: report.write_page(found, file)),
+        ]
+    )
     return 0 if found.passed else 1
 
 

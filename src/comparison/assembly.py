@@ -47,7 +47,7 @@ def reference(running: Running, twin: Running, tolerance: float | None) -> Expec
     """
     found, other = trace(running.ready, running.observed), trace(twin.ready, twin.observed)
     tolerance = tolerance if tolerance is not None else tolerance_for(found.precision)
-    final = compare_parameters(twin.final, running.final)
+    final = compare_parameters(twin.final, running.final, found.facts.parameters)
     differences = curves(other, found)
     limit = allowed(found, other, tolerance, final)
     return Expected(
@@ -68,6 +68,8 @@ def reference(running: Running, twin: Running, tolerance: float | None) -> Expec
             strict_steps(other, found, tolerance, limit.loose),
             tuple(step.gradient_norm for step in other.steps),
             tuple(sorted(limit.loose)),
+            found.facts.clip,
+            found.facts.notes,
         ),
     )
 
@@ -75,7 +77,8 @@ def reference(running: Running, twin: Running, tolerance: float | None) -> Expec
 def contender(candidate: Candidate, running: Running, expected: Expected, steps: int) -> Contender:
     """What is reported about one candidate."""
     found = trace(running.ready, running.observed)
-    final = compare_parameters(running.final, expected.running.final) if running.has_final else None
+    names = expected.trace.facts.parameters
+    final = compare_parameters(running.final, expected.running.final, names) if running.has_final else None
     short = len(found.steps) < steps
     failed = short or bool(running.error)
     judged = judge(found, expected.trace, final, expected.limit, failed=failed)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from stratagem.comparison.results import Departure, Deviation
@@ -22,9 +23,28 @@ def reasons(found: Trace, expected: Trace, departure: Departure | None, final: D
     """
     if departure is None:
         if final is None:
-            return ()
+            return tuple(_nothing_proved(found, expected))
         return (f"No step is off, but {final.where or 'a final parameter'} is in the end, by {final.relative:.1e}.",)
     return (_where(departure), *_why(found, expected, departure))
+
+
+def _nothing_proved(found: Trace, expected: Trace) -> Iterator[str]:
+    """Why being equal says less than it seems to."""
+    if not expected.trained:
+        yield (
+            "Nothing was trained, so nothing is proved: no parameter of the one process has moved. Its learning rate "
+            "may begin at 0 (a warm-up), its gradients may be 0, or all parameters are frozen."
+        )
+    numberless = [
+        step
+        for step, (mine, its) in enumerate(zip(found.steps, expected.steps, strict=False))
+        if mine.loss is not None and its.loss is not None and not math.isfinite(its.loss)
+    ]
+    if numberless:
+        yield (
+            f"From step {numberless[0]} on the loss of one process is no number, and this one's neither: only the "
+            "steps before say that they are equal."
+        )
 
 
 def _where(departure: Departure) -> str:
@@ -57,6 +77,13 @@ def _why(found: Trace, expected: Trace, departure: Departure) -> Iterator[str]:
                 "ranks, or data that is drawn anew (augmentation) in each process."
             )
         return
+    samples = next((s.rank_samples for s in found.steps[: departure.step + 1] if len(set(s.rank_samples)) > 1), ())
+    if samples:
+        yield (
+            f"Its ranks had {', '.join(map(str, samples))} samples: a plain mean over ranks, as Lightning's ddp takes, "
+            "weighs them alike, and one process weighs each sample. With batches that all ranks share evenly "
+            "(drop_last: true) the two are the same."
+        )
     if any(step.draws for step in (*found.steps[: departure.step + 1], *expected.steps[: departure.step + 1])):
         yield (
             "The training step draws random numbers (dropout?). Ranks draw them for their own samples, so they differ "

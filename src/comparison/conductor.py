@@ -8,8 +8,9 @@ process that reads what all ranks together read.
 
 from __future__ import annotations
 
+import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Client, Connection
 from pathlib import Path
@@ -98,6 +99,8 @@ class Conductor(Callback):
             tuple(norms),
             getattr(owner, "_layer_sync", None) is not None,
             trainer.accumulate_grad_batches,
+            trainer.gradient_clip_val,
+            tuple(self._shapes),
         )
         if self._place.stands_for:
             self._order = WholeOrder(trainer, self._place.stands_for, self._place.mode)
@@ -110,7 +113,10 @@ class Conductor(Callback):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """The twin of the reference begins one rounding apart."""
+        """The twin of the reference begins one rounding apart; and nothing ends a run early that steps by itself."""
+        if not pl_module.automatic_optimization:  # Lightning counts the steps of all optimizers, and we count batches
+            trainer.fit_loop.epoch_loop.max_steps = -1
+        self._facts = dataclasses.replace(self._facts, notes=tuple(_loosened(trainer)))
         if self._place.nudged:
             _nudge(pl_module)
 
@@ -240,7 +246,19 @@ class Conductor(Callback):
             held_parameters(trainer, module),
             str(trainer.precision),
             self._facts,
+            Sketcher().sketch(strategy.lightning_module_state_dict()) if self._place.stands_for else {},
         )
+
+
+def _loosened(trainer: Trainer) -> Iterator[str]:
+    """Schedules that wait for a metric of the validation, which a comparison leaves out, may go without it."""
+    for each in trainer.lr_scheduler_configs:
+        if each.reduce_on_plateau and each.strict:
+            each.strict = False
+            yield (
+                f"{type(each.scheduler).__name__} waits for {each.monitor}: where only the validation logs it, the "
+                "schedule does not act here."
+            )
 
 
 @torch.no_grad()

@@ -26,10 +26,13 @@ from lightning.pytorch.callbacks import (
     LearningRateMonitor,
     ModelSummary,
     ProgressBar,
+    StochasticWeightAveraging,
     Timer,
 )
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies import ParallelStrategy
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from stratagem.comparison.conductor import Conductor, Place
 from stratagem.comparison.meter import anonymous_bytes
@@ -39,6 +42,7 @@ from stratagem.strategy.launcher import WarmLauncher
 Change = Callable[[dict[str, Any]], dict[str, Any]]
 """Makes the arguments of the comparison's Trainer out of the user's."""
 
+_RATE = 1e-3  # of an optimizer that finds its own
 _LEFT_OUT = (Checkpoint, DeviceStatsMonitor, EarlyStopping, LearningRateMonitor, ModelSummary, ProgressBar, Timer)
 
 
@@ -123,26 +127,28 @@ def changed(arguments: dict[str, Any], *, conductor: Callback, override: Overrid
 
     Example:
         >>> found = changed({"max_steps": 400, "logger": True}, conductor=Callback(), override=Override(50), alone=True)
-        >>> found["max_steps"], found["logger"], found["devices"]
-        (400, False, 1)
+        >>> found["max_steps"], found["devices"]
+        (400, 1)
     """
     own = arguments.get("max_steps") or -1
     callbacks = arguments.get("callbacks") or []
     written = callbacks if isinstance(callbacks, list) else [callbacks]
     kept = [each for each in written if not isinstance(each, _LEFT_OUT)]
+    averaged = any(isinstance(each, StochasticWeightAveraging) for each in kept)  # it asks for the last epoch
+    epochs = (arguments.get("max_epochs") or 1000) if averaged else -1
     one = {"strategy": "auto", "devices": 1, "num_nodes": 1, "sync_batchnorm": False} if alone else {}
     precision = {"precision": override.precision} if override.precision else {}
     return {
         **arguments,
         "callbacks": [conductor, *kept],
-        "logger": False,
+        "logger": DummyLogger(),  # takes all that a module says to its own
         "enable_checkpointing": False,
         "enable_progress_bar": False,
         "enable_model_summary": False,
         "limit_val_batches": 0,
         "num_sanity_val_steps": 0,
         "max_steps": max(own, override.steps),
-        "max_epochs": -1,
+        "max_epochs": epochs,
         "max_time": None,
         "min_epochs": None,
         "min_steps": None,
@@ -168,20 +174,34 @@ def _launch_warm(trainer: Trainer) -> None:
     strategy._launcher = WarmLauncher(strategy, "warm")
 
 
+def _rate(group: Mapping[str, Any]) -> float:
+    """The rate that a group is meant to have: a warm-up has set it to its beginning, often 0."""
+    rate = group.get("initial_lr", group.get("lr"))
+    return _RATE if rate is None else float(rate)
+
+
 def _train_with_sgd(module: LightningModule) -> None:
     configure: Callable[[], Any] = module.configure_optimizers
+
+    def with_constant(found: list[Any], num: int = 1) -> Any:
+        """A module that steps its schedules by itself still finds as many."""
+        optimizers = [swapped(each) for each in found]
+        return optimizers, [LambdaLR(optimizers[min(n, len(optimizers) - 1)], lambda step: 1.0) for n in range(num)]
 
     def swapped(found: Any) -> Any:
         if isinstance(found, Optimizer):
             groups = [
-                {"params": g["params"], "lr": float(g["lr"]), "weight_decay": float(g.get("weight_decay", 0.0))}
+                {"params": g["params"], "lr": _rate(g), "weight_decay": float(g.get("weight_decay") or 0.0)}
                 for g in found.param_groups
             ]
-            return SGD(groups, lr=1e-3)
+            return SGD(groups, lr=_RATE)
         if isinstance(found, Mapping):  # with a schedule, which belongs to the optimizer that is gone
-            return swapped(found["optimizer"])
+            return swapped(found["optimizer"]) if module.automatic_optimization else with_constant([found["optimizer"]])
         if isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], list):
-            return [swapped(each) for each in found[0]]
+            optimizers, schedules = found
+            if module.automatic_optimization:
+                return [swapped(each) for each in optimizers]
+            return with_constant(optimizers, len(schedules))
         return [swapped(each) for each in found] if isinstance(found, list | tuple) else found
 
     module.configure_optimizers = lambda: swapped(configure())  # type: ignore[method-assign]

@@ -169,7 +169,8 @@ def _median(drifts: Iterable[float]) -> float:
 def curves(found: Trace, expected: Trace) -> dict[Quantity, Curve]:
     """The differences of the steps that both runs have done."""
     pairs = list(zip(found.steps, expected.steps, strict=False))
-    sketches = [_sketch_differences(mine.sketch, its.sketch) for mine, its in pairs]
+    names = frozenset(expected.facts.parameters)
+    sketches = [_sketch_differences(mine.sketch, its.sketch, names) for mine, its in pairs]
     worst = [max(each.values(), default=(None, None)) for each in sketches]
     return {
         "loss": _curve([(mine.loss, its.loss) for mine, its in pairs]),
@@ -225,7 +226,7 @@ def judge(
     used += [bound for value, bound, _ in ends if value > limit.tolerance]
     loss, norm = differences["loss"].worst(), differences["gradient norm"].worst()
     data = _first_other_samples(found, expected)
-    verdict: Verdict = "equal"
+    verdict: Verdict = "equal" if expected.trained else "nothing trained"
     if departure is not None or beyond is not None:
         verdict = "differs"
         # Samples that only look different (padding, say) change no number; the first number that is off decides.
@@ -247,12 +248,16 @@ def _departure(
     if quantity == "parameters":
         same = [first, *(each for each in all_off if each[1] == step)]
         name = max(same, key=lambda each: _over(each[3], limit.of(*each[:3])))[2]
-        nothing = Sketch(0.0, ())
-        return Departure(step, quantity, mine.sketch.get(name, nothing).norm, its.sketch.get(name, nothing).norm, name)
+        return Departure(step, quantity, _shown(mine.sketch.get(name)), _shown(its.sketch.get(name)), name)
     values = (mine.loss, its.loss) if quantity == "loss" else (mine.gradient_norm, its.gradient_norm)
     assert values[0] is not None
     assert values[1] is not None
     return Departure(step, quantity, values[0], values[1])
+
+
+def _shown(sketch: Sketch | None) -> float:
+    """The norm as it is told: of a parameter that is not all numbers it is none."""
+    return 0.0 if sketch is None else math.nan if sketch.numberless else sketch.norm
 
 
 def _first_other_samples(found: Trace, expected: Trace) -> Departure | None:
@@ -280,14 +285,17 @@ def _curve(pairs: Sequence[tuple[float | None, float | None]]) -> Curve:
     return Curve(tuple(relative), tuple(absolute))
 
 
-def _sketch_differences(mine: Mapping[str, Sketch], its: Mapping[str, Sketch]) -> dict[str, tuple[float, float]]:
+def _sketch_differences(
+    mine: Mapping[str, Sketch], its: Mapping[str, Sketch], parameters: frozenset[str]
+) -> dict[str, tuple[float, float]]:
     """The relative and the absolute difference of each parameter after one step; none where a side has no sketch."""
     if not mine or not its:
         return {}
     odd = sorted(mine.keys() ^ its.keys())
     if odd:
         return {odd[0]: (math.inf, math.inf)}
-    floor = _SMALL * max((each.norm for each in its.values() if math.isfinite(each.norm)), default=0.0)
+    # A buffer may be huge (a mask of the least number) and would make every difference small.
+    floor = _SMALL * max((each.norm for name, each in its.items() if name in parameters or not parameters), default=0.0)
     found = {}
     for name, expected in its.items():
         off = 0.0 if mine[name] == expected else mine[name].distance(expected)

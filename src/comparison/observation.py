@@ -13,7 +13,9 @@ is enough to say in which step and in which parameter a run left another one, fo
 
 from __future__ import annotations
 
+import contextlib
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, final
@@ -49,13 +51,15 @@ def tensors_of(batch: Any) -> Iterator[Tensor]:
 
 def num_rows(batch: Any) -> int:
     """Samples of a batch: the rows of its first tensor; 1 where it has none with rows."""
-    return next((len(tensor) for tensor in tensors_of(batch) if tensor.dim() > 0), 1)
+    return next((tensor.size(0) for tensor in tensors_of(batch) if tensor.dim() > 0), 1)
 
 
 def batch_hash(batch: Any) -> int:
     """A number for the set of samples in a batch: the sum, modulo 2^64, of the hashes of its rows.
 
-    Local. Tensors whose first dim is not the number of samples count as a part of every sample.
+    Local. Tensors whose first dim is not the number of samples count as a part of every sample. Sparse and nested ones
+    count by their values; what has no bytes to look at (of a foreign layout or class) counts as nothing, since a look
+    at the data must not end a run.
 
     Example:
         >>> rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
@@ -67,9 +71,20 @@ def batch_hash(batch: Any) -> int:
     size = num_rows(batch)
     hashes: Words = np.zeros(size, dtype=np.uint64)
     for tensor in tensors_of(batch):
-        rows = tensor.detach() if tensor.dim() > 0 and len(tensor) == size else tensor.detach().reshape(1, -1)
-        hashes = _mixed(hashes * np.uint64(0x9E3779B97F4A7C15) + _row_hashes(rows))
+        with contextlib.suppress(Exception):  # of whatever a tensor's class raises
+            hashes = _mixed(hashes * np.uint64(0x9E3779B97F4A7C15) + _tensor_hashes(tensor.detach(), size))
     return int(hashes.sum(dtype=np.uint64))
+
+
+def _tensor_hashes(tensor: Tensor, size: int) -> Words:
+    """One number per sample, or one for all where the tensor has not as many rows."""
+    if tensor.is_nested:
+        rows = [_row_hashes(row.reshape(1, -1))[0] for row in tensor.unbind()]
+        found = np.array(rows, dtype=np.uint64)
+        return found if len(found) == size else found.sum(keepdims=True, dtype=np.uint64)
+    if tensor.layout != torch.strided:
+        tensor = tensor.to_dense()
+    return _row_hashes(tensor if tensor.dim() > 0 and len(tensor) == size else tensor.reshape(1, -1))
 
 
 def _row_hashes(rows: Tensor) -> Words:
@@ -94,12 +109,14 @@ class Sketch:
     """One parameter at one moment.
 
     Attributes:
-        norm: its 2-norm.
-        products: its inner products with vectors of random signs, see Note [random signs].
+        norm: its 2-norm, without the elements that are no finite number.
+        products: its inner products with vectors of random signs, see Note [random signs]; likewise.
+        numberless: which elements are nan or infinite (a causal mask has some), as one number; 0 where all are finite.
     """
 
     norm: float
     products: tuple[float, ...]
+    numberless: int = 0
 
     def distance(self, other: Sketch) -> float:
         """About the 2-norm of the difference of the two tensors.
@@ -110,6 +127,8 @@ class Sketch:
             >>> 0.1 < first.distance(second) / 0.01 / 1000**0.5 < 3
             True
         """
+        if self.numberless != other.numberless:
+            return math.inf
         squares = [(mine - its) ** 2 for mine, its in zip(self.products, other.products, strict=True)]
         found = math.sqrt(sum(squares) / len(squares)) if squares else abs(self.norm - other.norm)
         return found if math.isfinite(found) else math.inf
@@ -136,12 +155,18 @@ class Sketcher:
 
     def _one(self, tensor: Tensor) -> Sketch:
         flat = tensor.detach().reshape(-1)
-        products, square = torch.zeros(_NUM_SIGNS, dtype=torch.float64), 0.0
+        products, square, numberless = torch.zeros(_NUM_SIGNS, dtype=torch.float64), 0.0, 0
         for number, start in enumerate(range(0, flat.numel(), _BLOCK)):
             block = flat[start : start + _BLOCK].to("cpu", torch.float64)
-            square += float(block @ block)
+            own = float(block @ block)
+            if not math.isfinite(own):
+                kinds = (block.isnan() * 1 + block.isposinf() * 2 + block.isneginf() * 3).to(torch.uint8)
+                numberless = zlib.crc32(kinds.numpy().tobytes(), zlib.crc32(str(start).encode(), numberless)) or 1
+                block = torch.where(kinds == 0, block, 0.0)
+                own = float(block @ block)
+            square += own
             products += (self._signs[:, : block.numel()] @ block) * self._flips[:, number % self._flips.shape[1]]
-        return Sketch(math.sqrt(square) if square >= 0 else math.nan, tuple(products.tolist()))
+        return Sketch(math.sqrt(square), tuple(products.tolist()), numberless)
 
 
 @torch.no_grad()

@@ -34,7 +34,7 @@ _FIGURES: dict[str, Callable[[Comparison], Figure]] = {
     "memory": page_bars.memory,
     "wire": page_bars.wire,
 }
-_ICONS = {"equal": "✓", "differs": "≠", "other data": "?", "failed": "✕"}
+_ICONS = {"equal": "✓", "differs": "≠", "other data": "?", "nothing trained": "?", "failed": "✕"}
 
 
 def render(comparison: Comparison) -> str:

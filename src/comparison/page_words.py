@@ -25,6 +25,7 @@ VERDICTS: dict[Verdict, str] = {
     "equal": "equal",
     "differs": "differs",
     "other data": "other data",
+    "nothing trained": "nothing trained",
     "failed": "FAILED",
 }
 """The verdicts as they are shown."""
@@ -33,6 +34,7 @@ HOW: dict[Verdict, str] = {
     "equal": "equals one process",
     "differs": "differs",
     "other data": "had other data",
+    "nothing trained": "trained nothing",
     "failed": "failed",
 }
 """The verdicts as what a strategy does."""

@@ -48,6 +48,9 @@ class Facts:
         batch_norms: names of layers whose result depends on the other samples of the batch.
         synced_batchnorm: whether the Trainer was told to compute their statistics over all ranks.
         accumulate: micro-batches per optimizer step.
+        clip: the bound of gradient clipping; None where nothing is clipped.
+        parameters: their names; what else a state dict holds are buffers.
+        notes: what of the run does not act in a comparison, in sentences.
     """
 
     num_parameters: int = 0
@@ -55,6 +58,9 @@ class Facts:
     batch_norms: tuple[str, ...] = ()
     synced_batchnorm: bool = False
     accumulate: int = 1
+    clip: float | None = None
+    parameters: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 @final
@@ -73,6 +79,7 @@ class Ready:
         parameters: parameters of which it holds the values.
         precision: the Trainer's word for it.
         facts: the module.
+        sketch: of parameters and buffers before the first step, from the one process.
     """
 
     rank: int
@@ -85,6 +92,7 @@ class Ready:
     parameters: int = 0
     precision: str = "32-true"
     facts: Facts = field(default_factory=Facts)
+    sketch: dict[str, Sketch] = field(default_factory=dict)
 
 
 @final

@@ -25,6 +25,7 @@ _STYLES: dict[Verdict, str] = {
     "equal": "green",
     "differs": "bold red",
     "other data": "bold yellow",
+    "nothing trained": "bold yellow",
     "failed": "bold red",
 }
 _LEGEND = """\
@@ -67,6 +68,8 @@ def show(comparison: Comparison, console: Console) -> None:
         console.print(Text(f"Rounding alone carries one process as far as this: {', '.join(twin)}.", "dim"))
     if comparison.reference.loose:
         console.print(Text(f"Left out of strict steps: {words.loose(comparison.reference)}.", "dim"))
+    for note in comparison.reference.notes:
+        console.print(Text(words.plain(note), "dim"))
     console.print()
     for contender in comparison.contenders:
         if contender.verdict != "equal" or contender.reasons:

@@ -22,10 +22,11 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any, Literal, final
 
-Verdict = Literal["equal", "differs", "other data", "failed"]
+Verdict = Literal["equal", "differs", "other data", "nothing trained", "failed"]
 """`equal`: at every step within the tolerance, or within what rounding alone does to one process (`Reference.twin_loss`
 and `stratagem.comparison.judge`). `differs`: not. `other data`: it was not given the reference's samples,
-so its numbers cannot be compared. `failed`: it ended before its last step."""
+so its numbers cannot be compared. `nothing trained`: as the reference, but no parameter of that moved, so that nothing
+is proved. `failed`: it ended before its last step."""
 
 
 @final
@@ -135,6 +136,8 @@ class Reference:
         twin_parameters: likewise the final parameters.
         twin_strict_steps: steps from the first on in which all of it stayed within the tolerance, but for `loose`;
             beyond them nobody can be held to the tolerance.
+        clip: the bound of gradient clipping; None where nothing is clipped.
+        notes: what of the run does not act in a comparison, in sentences.
         loose: names of parameters that rounding alone decides, as the twin shows: their gradient is only noise.
     """
 
@@ -150,6 +153,14 @@ class Reference:
     twin_strict_steps: int = 0
     twin_gradient_norms: tuple[float | None, ...] = ()
     loose: tuple[str, ...] = ()
+    clip: float | None = None
+    notes: tuple[str, ...] = ()
+
+    @property
+    def unclipped(self) -> bool:
+        """Whether gradients were to be clipped, and no step's reached the bound."""
+        norms = [norm for norm in self.gradient_norms if norm is not None]
+        return bool(self.clip) and bool(norms) and all(norm <= (self.clip or 0.0) for norm in norms)
 
 
 @final
@@ -173,7 +184,8 @@ class Contender:
         ratio: its median step over the baseline's; None where either has none.
         sent: bytes on the wire per step.
         held: bytes held.
-        peak_bytes: the largest growth of a rank's resident memory from its start on.
+        peak_bytes: of the timed turns, the largest rank's highest resident memory without pages of files, less what
+            its process held before the module was built; None where nothing was timed or the kernel does not say.
         layout: its ranks.
         strict_steps: steps from the first on in which losses, gradient norms and parameters stayed within the tolerance
             itself, whatever rounding does later; parameters that rounding alone decides (`Reference.loose`) left out.

@@ -21,6 +21,7 @@ import socket
 import sys
 import tempfile
 import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterable
 from datetime import timedelta
@@ -32,6 +33,7 @@ from typing import IO, Any, final
 from stratagem.comparison.protocol import Observed, Paused, Ready, Timed, Turn
 from stratagem.strategy.rank_process import Rank, Report, readable
 
+_LONGEST = 104  # bytes of a socket's path, the least of all systems
 _TO_END = 40.0  # seconds: what hooks and teardown may take, of this process and of the ranks that it waits for
 
 
@@ -55,7 +57,7 @@ class Running:
     def __init__(self, name: str, folder: Path, patience: timedelta) -> None:
         self.name, self._patience = name, patience.total_seconds()
         folder.mkdir()
-        self.final, self.output, self.address = folder / "final.pt", folder / "output.txt", str(folder / "s")
+        self.final, self.output, self.address = folder / "final.pt", folder / "output.txt", _address(folder)
         self.ready: dict[int, Ready] = {}
         self.observed: list[Observed] = []
         self.timed: list[list[Timed]] = []
@@ -250,6 +252,12 @@ class Running:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             assert self._process.pid is not None
             os.killpg(self._process.pid, signal.SIGKILL)
+
+
+def _address(folder: Path) -> str:
+    """Of a socket in this folder; where its path is longer than a socket's may be, a name that is no file."""
+    path = str(folder / "s")
+    return path if len(os.fsencode(path)) < _LONGEST else f"\0stratagem-{uuid.uuid4().hex}"
 
 
 def _print_into(file: Path) -> None:

@@ -8,7 +8,7 @@ A step's loss is the mean over its samples, so a rank weighs as much as it has o
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import final
@@ -36,6 +36,7 @@ class Step:
         draws: whether any rank drew random numbers.
         sketch: of every parameter and buffer, after the step.
         rank_losses: per data rank.
+        rank_samples: likewise.
     """
 
     loss: float | None
@@ -45,6 +46,7 @@ class Step:
     draws: bool = False
     sketch: Mapping[str, Sketch] = field(default_factory=dict)
     rank_losses: tuple[float | None, ...] = ()
+    rank_samples: tuple[int, ...] = ()
 
 
 @final
@@ -57,12 +59,25 @@ class Trace:
         facts: the module.
         num_data_ranks: that shared a global batch.
         precision: the Trainer's word.
+        initial: parameters and buffers before the first step; empty where nobody looked.
     """
 
     steps: tuple[Step, ...]
     facts: Facts = field(default_factory=Facts)
     num_data_ranks: int = 1
     precision: str = "32-true"
+    initial: Mapping[str, Sketch] = field(default_factory=dict)
+
+    @property
+    def trained(self) -> bool:
+        """Whether any parameter has moved; True where that is not known."""
+        moved = [
+            step.sketch.get(name) != self.initial[name]
+            for step in self.steps
+            for name in self.facts.parameters
+            if step.sketch and name in self.initial
+        ]
+        return any(moved) or not moved
 
 
 def trace(ready: Mapping[int, Ready], observed: Iterable[Observed]) -> Trace:
@@ -74,7 +89,7 @@ def trace(ready: Mapping[int, Ready], observed: Iterable[Observed]) -> Trace:
         by_step.setdefault(each.step, {})[each.rank] = each
     steps = [_step(seen, ready) for _, seen in sorted(by_step.items()) if len(seen) == len(ready)]
     first = ready[min(ready)]
-    return Trace(tuple(steps), first.facts, first.num_data_ranks, first.precision)
+    return Trace(tuple(steps), first.facts, first.num_data_ranks, first.precision, first.sketch)
 
 
 def _step(seen: Mapping[int, Observed], ready: Mapping[int, Ready]) -> Step:
@@ -92,11 +107,12 @@ def _step(seen: Mapping[int, Observed], ready: Mapping[int, Ready]) -> Step:
         any(each.draws for each in seen.values()),
         next((each.sketch for each in seen.values() if each.sketch), {}),
         tuple(speakers[number].loss for number in sorted(speakers)),
+        tuple(speakers[number].samples for number in sorted(speakers)),
     )
 
 
 @torch.no_grad()
-def compare_parameters(found: Path, expected: Path) -> dict[str, Deviation]:
+def compare_parameters(found: Path, expected: Path, parameters: Collection[str] = ()) -> dict[str, Deviation]:
     """How far two state dicts are apart, by name: the largest difference of a tensor over its own largest magnitude.
 
     In float64, one tensor at a time; a magnitude counts as no less than 0.1 % of the largest one of all. Names that
@@ -109,7 +125,10 @@ def compare_parameters(found: Path, expected: Path) -> dict[str, Deviation]:
     if odd:
         return {odd[0]: Deviation(math.inf, math.inf, odd[0])}
     scales = {name: _magnitude(value) for name, value in its.items()}
-    floor = _SMALL * max((scales[name] for name, value in its.items() if value.is_floating_point()), default=0.0)
+    large = [scales[name] for name, value in its.items() if value.is_floating_point()]
+    if parameters:  # a buffer may be huge (a mask of the least number) and would make every difference small
+        large = [scales[name] for name in its if name in parameters]
+    floor = _SMALL * max(large, default=0.0)
     apart: dict[str, Deviation] = {}
     for name, value in its.items():
         left, right = mine[name].double(), value.double()

@@ -186,11 +186,12 @@ class Gated(nn.Module):
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
-    ("accumulation", "bucket_mib", "micro_batches"), [("partition", 1e-3, 1), ("partition", 1e-4, 1)]
+    ("accumulation", "bucket_mib", "micro_batches"),
+    [("partition", 1e-3, 1), ("partition", 1e-4, 1), ("whole", 25.0, 3)],
 )
 def test_ranks_may_leave_out_parts_of_blocks(accumulation: str, bucket_mib: float, micro_batches: int) -> None:
     """One rank reduces what another enters after its backward only, which fetches from the first: with buckets for a
-    block, and with gradients that travel alone."""
+    block, and with gradients that travel alone. With micro-batches that are not reduced, blocks are freed alike."""
     rank, size, modules = dist.get_rank(), dist.get_world_size(), [_build(Gated), _build(Gated)]
     settings = ZeroSettings(persistence_threshold=0, bucket_mib=bucket_mib, accumulation=accumulation)
     zero, here = Zero3(settings), cases.context()

@@ -2,8 +2,7 @@
 """Stage 3's parameters: here while they are needed, elsewhere otherwise.
 
     forward    |  block 0  |  block 1  |  block 2  |        fetch k+1 while k computes; free k when it is done
-    backward   |  block 2  |  block 1  |  block 0  |        fetch again where backward asks; free when gradients are
-    complete
+    backward   |  block 2  |  block 1  |  block 0  |        fetch again where backward asks; free k when k-2 is fetched
 
 A fetched block is an ordinary flat memory of which the parameters are views. Freed, parameters keep their shape but
 point to a single NaN (`watched.absent`), so nothing can silently compute with what is not there.
@@ -23,6 +22,11 @@ or the pass is over; so every rank computes backward with the very bits of its f
 Note [one order on all ranks]: a fetch is collective, on demand. Ranks must therefore run the same blocks in the same
 order; what may differ between ranks must be small enough to stay whole (`persistence_threshold`). What is fetched ahead
 is what followed last time.
+
+Note [freeing alike]: what one rank has freed and another has not, only the first would fetch again. So nothing is freed
+by the gradients that arrive, since a rank may leave out a part of a block, but by the order of fetches alone: in
+backward a fetch leaves the block that was in use before it, and frees those before that; a forward that follows a
+backward frees what that left behind, whether it was reduced or not, or failed.
 """
 
 from __future__ import annotations
@@ -56,7 +60,6 @@ class Unit:
         is_here: whether the parameters are views of that memory.
         num_users: forward passes that run through the block now.
         is_pinned: whether it was used from outside its forward, and stays until the end of backward.
-        num_arrived: gradients that this backward has completed.
         secondary: per bucket my part within the group; empty while there is none.
         num_fetches: since the last optimizer step: from the whole axis, and within the group.
         fetches_per_step: in the last optimizer step; once for forward and once for backward before there was one.
@@ -68,14 +71,9 @@ class Unit:
         self.coming: list[Future[None]] = []
         self.is_here, self.is_pinned = False, False
         self.secondary: list[Tensor] = []
-        self.num_users = self.num_arrived = 0
+        self.num_users = 0
         self.num_fetches, self.fetches_per_step = (0, 0), (2, 0)
         self.num_bytes = sum(bucket.cut.layout.num_bytes for bucket in self.buckets)
-
-    @property
-    def num_trained(self) -> int:
-        """Parameters that get a gradient."""
-        return sum(parameter.requires_grad for parameter in self.block.parameters)
 
 
 @final
@@ -213,15 +211,6 @@ class Fetcher:
             return memory.as_strided(packed.size, packed.stride, packed.offset)
         return packed.unpack(packed.packed) if isinstance(packed, _Foreign) else packed
 
-    def on_gradient(self, parameter: Tensor) -> None:
-        """A gradient is complete: frees its block if it was the last. Local."""
-        unit = self._unit_of.get(id(parameter))
-        if unit is not None:
-            unit.num_arrived += 1
-            if unit.num_arrived >= unit.num_trained:
-                unit.num_arrived = 0
-                self.free(unit)
-
     # -- fetching --------------------------------------------------------------------------------------------------
 
     def fetch(self, unit: Unit) -> None:
@@ -232,6 +221,8 @@ class Fetcher:
         phase = self._phase()
         if unit.is_here and self._last == (phase, id(unit)):
             return
+        if self._last is not None and self._last[0] == "backward" != phase:
+            self._leave_backward()
         here, self._last = self._last, (phase, id(unit))
         if here is not None and here != self._last and here[0] == phase:
             self._next[here] = unit
@@ -313,8 +304,13 @@ class Fetcher:
             self._start(following)
             unit = following
 
+    def _leave_backward(self) -> None:
+        """See Note [freeing alike]; what was used from elsewhere may still be, where a forward differentiates."""
+        for unit in [each for each in self._order if not each.is_pinned]:
+            self.free(unit)
+
     def _make_room(self, needed: Unit) -> None:
-        """Frees blocks that backward has left behind without completing gradients (frozen ones, unused parameters)."""
+        """Frees blocks that backward has left behind, but the last: see Note [freeing alike]."""
         idle = [u for u in self._order if u.is_here and u is not needed and not u.num_users and not u.is_pinned]
         for unit in idle[: max(len(idle) - 1, 0)]:
             self.free(unit)
@@ -345,7 +341,7 @@ class Fetcher:
         for unit in list(self._order):
             self.free(unit)
         for unit in self.units:
-            unit.num_arrived, unit.secondary = 0, []
+            unit.secondary = []
         self._last = None
 
     def close(self) -> None:

@@ -70,7 +70,6 @@ class Gradients:
         names: of the parameters, by id, for messages.
 
     Attributes:
-        on_arrival: called with each parameter whose gradient is complete and taken care of.
         on_finish: called at the end of every backward that was reduced.
     """
 
@@ -84,7 +83,6 @@ class Gradients:
         buffers: ChangedBuffers,
         names: dict[int, str],
     ) -> None:
-        self.on_arrival: Callable[[Tensor], None] = lambda _: None
         self.on_finish: Callable[[], None] = lambda: None
         self._lane, self._settings, self._buffers, self._names = lane, settings, buffers, names
         self._pool = Pool(PATIENCE if fetches else None) if transient else None
@@ -159,7 +157,6 @@ class Gradients:
         if self._reduces and not self._pending:  # a plain loop that has not called `begin`
             self.begin()
         self._take_in(bucket, index)
-        self.on_arrival(parameter)
         if not self._reduces:
             return
         self._pending = self._started = True

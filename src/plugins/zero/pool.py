@@ -5,9 +5,9 @@ Note [waiting while blocks are fetched]: a reduction ends when every rank has en
 flow leaves a parameter out enters that one after its backward. In stage 2 backward needs nobody, so the wait for it
 ends. In stage 3 that rank's backward fetches blocks, which needs this rank: who waited here without bound would wait
 for ever. What a rank will enter cannot be known here, so stage 3 waits for a bounded time, then makes one more buffer,
-and waits no more until that reduction is over. More than two buffers thus exist where control flow differs, which costs one
-wait per backward, or behind a wire that takes longer for a bucket; there fetches, which carry as many bytes over the
-same wire and hold backward to its pace, keep gradients from piling up.
+and waits no more until that reduction is over. More than two buffers thus exist where control flow differs, which
+costs one wait per backward, or behind a wire that takes longer for a bucket; there fetches, which carry as many bytes
+over the same wire and hold backward to its pace, keep gradients from piling up.
 """
 
 from __future__ import annotations

@@ -84,7 +84,6 @@ class Zero3(Zero):
             self._initial.release()
         in_launch_order = sorted(self._buckets, key=lambda bucket: -self._first_index[id(bucket.parameters[-1])])
         self._gradients.adopt(in_launch_order)
-        self._gradients.on_arrival = self._fetcher.on_gradient
         self._place_by_id = {id(p): (b, i) for b in self._buckets for i, p in enumerate(b.parameters)}
         for unit in units:
             self._state_placements(unit)
@@ -150,6 +149,14 @@ class Zero3(Zero):
                 placements[name] = replace(placements[name], flat=(piece.start, piece.stop), shard_axes=axes)
 
     # -- one step --------------------------------------------------------------------------------------------------
+
+    @override
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """As the base class's; at its end blocks are elsewhere."""
+        with super().no_sync():
+            yield
+        self._fetcher.free_all()
 
     @override
     def _on_finish(self) -> None:

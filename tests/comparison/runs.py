@@ -48,6 +48,35 @@ class Regression(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
 
 
+class Pair(Regression):
+    """Two parts that step by themselves, each with its optimizer and its schedule; it speaks to its logger."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.other = nn.Linear(8, 3)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        optimizers: Any = self.optimizers()
+        schedules: Any = self.lr_schedulers()
+        logger: Any = self.logger
+        losses = []
+        for part, optimizer, schedule in zip((self.net, self.other), optimizers, schedules, strict=True):
+            self.toggle_optimizer(optimizer)
+            losses.append(nn.functional.mse_loss(part(batch[0]), batch[1]))
+            optimizer.zero_grad()
+            self.manual_backward(losses[-1])
+            optimizer.step()
+            schedule.step()
+            self.untoggle_optimizer(optimizer)
+        logger.experiment.add_scalar("loss", losses[0], self.global_step)
+        return losses[0].detach()
+
+    def configure_optimizers(self) -> Any:
+        found = [torch.optim.AdamW(part.parameters(), lr=0.2) for part in (self.net, self.other)]
+        return found, [torch.optim.lr_scheduler.LambdaLR(each, lambda step: step / 100) for each in found]
+
+
 def candidate(
     name: str,
     strategy: str | Callable[[], Strategy] | None = None,
@@ -57,6 +86,17 @@ def candidate(
 ) -> Candidate:
     """A candidate of that name; `strategy` where it is not registered, `data` seeds it, `module` for `Regression`."""
     return Candidate(name, functools.partial(_build, strategy or name, per_rank, data, module), f"about {name}")
+
+
+def pair(name: str) -> Candidate:
+    """A candidate that trains a `Pair`."""
+
+    def build(change: Change) -> Built:
+        seed_everything(3, verbose=False)
+        trainer = Trainer(**change({"accelerator": "cpu", "devices": RANKS, "strategy": name}))
+        return Built(trainer, Pair(), {"train_dataloaders": DataLoader(dataset(), PER_RANK)})
+
+    return Candidate(name, build)
 
 
 def dataset(seed: int = 5) -> TensorDataset:

@@ -19,7 +19,7 @@ from lightning.pytorch import seed_everything
 from stratagem.comparison.engine import Options, compare
 from stratagem.comparison.results import Comparison, Contender
 from stratagem.errors import ConfigError
-from tests.comparison.runs import Regression, candidate, dataset, die, fail
+from tests.comparison.runs import Regression, candidate, dataset, die, fail, pair
 from tests.contract.wrong import NormOfItsOwnPart, OneParameterForgotten, SameShareEverywhere, SumInsteadOfMean
 
 STEPS = 8  # more than an epoch, which has 7, the last of them with one small micro-batch
@@ -221,6 +221,14 @@ def test_one_after_the_other_and_what_depends_on_the_batch_is_named() -> None:
     (norm,) = compare([candidate("ddp", batch_norm=True)], options).contenders
     assert norm.verdict == "differs"
     assert "net.1 normalises" in " ".join(norm.reasons)
+
+
+def test_several_optimizers_that_step_by_themselves_are_compared_by_batch() -> None:
+    """On the terms of `check`: SGD with the rates that are meant, though the schedules begin at 0."""
+    options = Options(steps=6, rounds=0, precision="64-true", optimizer="sgd")
+    (found,) = compare([pair("zero_2")], options).contenders
+    assert (found.verdict, len(found.losses), found.strict_steps) == ("equal", 6, 6), found.reasons
+    assert len(set(found.losses)) == 6
 
 
 def test_what_cannot_be_compared_is_said_before_anything_starts() -> None:

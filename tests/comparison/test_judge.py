@@ -163,6 +163,43 @@ def test_a_value_near_zero_is_no_infinite_difference() -> None:
     assert verdict(run(4.0, math.nan), run(4.0, math.nan)).verdict == "equal"
 
 
+def test_a_run_that_proves_nothing_is_not_equal_or_says_so() -> None:
+    """No parameter moved, though a buffer did; a loss that is no number on both sides."""
+
+    def seen(weight: float, loss: float = 3.0, bias: float = 0.0) -> Trace:
+        begun = SKETCHER.sketch({"weight": torch.ones(50), "bias": torch.zeros(3)})
+        facts = Facts(parameters=("weight",))
+        return dataclasses.replace(run(3.0, loss, weight=weight, bias=bias), facts=facts, initial=begun)
+
+    still, moved = seen(1.0, bias=0.5), seen(1.5)
+    assert verdict(still, still).verdict == "nothing trained"
+    assert "nothing is proved" in reasons(still, still, None, None)[0]
+    assert verdict(moved, still).verdict == "differs"
+    assert (verdict(moved, moved).verdict, reasons(moved, moved, None, None)) == ("equal", ())
+
+    numberless = seen(1.5, math.nan)
+    assert verdict(numberless, numberless).verdict == "equal"
+    assert reasons(numberless, numberless, None, None)[0].startswith("From step 1 on the loss of one process is no")
+
+
+def test_uneven_shares_are_named_where_a_mean_over_ranks_is_wrong() -> None:
+    one = run(4.0, 3.0, 2.0)
+    for shares, named in (((6, 5, 5), True), ((4, 4, 4, 4), False)):
+        found = change(one, 1, gradient_norm=2.1, rank_samples=shares)
+        text = " ".join(reasons(found, one, verdict(found, one).departure, None))
+        assert ("Its ranks had 6, 5, 5 samples" in text) == named
+
+
+def test_a_huge_buffer_makes_no_difference_of_a_parameter_small() -> None:
+    """A mask of the least number there is."""
+
+    def seen(weight: float) -> Trace:
+        sketch = SKETCHER.sketch({"weight": torch.full((50,), weight), "mask": torch.full((4,), -3e38)})
+        return Trace((Step(4.0, 2.0, 16, 1234, sketch=sketch),), Facts(parameters=("weight",)))
+
+    assert verdict(seen(1.5), seen(1.0)).verdict == "differs"
+
+
 def test_ranks_become_one_run() -> None:
     """A rank weighs as much as it has samples; ranks that read the same ones count once; a torn step is left out."""
     ready = {rank: Ready(rank, 3, 0.0, data_rank=min(rank, 1), num_data_ranks=2) for rank in range(3)}
@@ -188,6 +225,10 @@ def test_final_parameters_are_compared_whole(tmp_path: Path) -> None:
     found = furthest(compare_parameters(mine, its))
     assert (found.where, round(found.relative, 6), round(found.absolute, 6)) == ("weight", 1e-4, 1e-4)
     assert furthest(compare_parameters(its, its)).relative == 0.0
+    torch.save({**state, "huge": torch.tensor([-3e38])}, its)
+    torch.save({**state, "huge": torch.tensor([-3e38]), "weight": weight * 1.5}, mine)
+    assert furthest(compare_parameters(mine, its, ("weight",))).relative == pytest.approx(0.5)
+    torch.save(state, its)
     torch.save({**state, "count": torch.tensor(4)}, mine)
     assert furthest(compare_parameters(mine, its)).where == "count"
     torch.save({"weight": weight}, mine)

@@ -263,11 +263,8 @@ _MARKS = """Object.fromEntries([...document.querySelectorAll(".figure")].map((fi
   figure.querySelectorAll(".scatterlayer .trace, .barlayer .trace").length]))"""
 
 
-_LOOKED_AT = [case if case == "twelve" else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
-"""In a browser a case takes seconds; that of twelve strategies has in it what the others have."""
-
-
-@pytest.mark.parametrize("case", _LOOKED_AT)
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_a_browser_without_network_draws_every_strategy_and_complains_of_nothing(
     case: str, tab: Page, tmp_path: Path
 ) -> None:

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from stratagem.cli import main
+from stratagem.cli._contestants import check_all, write_all
+from stratagem.config import ConfigErrors
 
 RUN = """
 seed_everything: 1
@@ -23,6 +25,34 @@ data: {class_path: stratagem.models.TextData, init_args: {seq_len: 16, global_ba
 """
 
 
+def test_files_that_cannot_be_written_are_told_before_and_each_is_written_for_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tried before the work, a file that was there keeps what is in it; a full device shows only in the end."""
+    kept, new = tmp_path / "kept.json", tmp_path / "new.html"
+    kept.write_text("before")
+    check_all([], [kept, new, None])
+    assert kept.read_text() == "before"
+    assert not new.exists()
+    with pytest.raises(ConfigErrors, match="cannot be written: Is a directory") as told:
+        check_all([], [tmp_path, tmp_path / "no" / "a.json"])
+    assert "there is no folder" in str(told.value)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise PermissionError(13, "Permission denied")  # nothing is refused to root
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "open", refuse)
+        with pytest.raises(ConfigErrors, match=r"kept.json: .*Permission denied"):
+            check_all([], [kept])
+
+    full = Path("/dev/full")
+    check_all([], [full])
+    with pytest.raises(ConfigErrors, match="/dev/full: it could not be written: No space left"):
+        write_all([(full, lambda file: file.write_text("found")), (None, refuse), (new, lambda f: f.write_text("x"))])
+    assert new.read_text() == "x"
+
+
 @pytest.fixture
 def run(tmp_path: Path) -> str:
     file = tmp_path / "run.yaml"
@@ -30,6 +60,7 @@ def run(tmp_path: Path) -> str:
     return str(file)
 
 
+@pytest.mark.slow
 def test_every_fault_of_every_contender_is_told_at_once(
     run: str, tmp_path: Path, capsys: pytest.CaptureFixture
 ) -> None:
@@ -52,6 +83,7 @@ def test_every_fault_of_every_contender_is_told_at_once(
     assert "7 errors" in said
 
 
+@pytest.mark.slow
 def test_compare_writes_what_it_found(run: str, tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     """A name beside a file with options of its own; a table, JSON and a page."""
     overlay = tmp_path / "small_buckets.yaml"

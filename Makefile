@@ -30,7 +30,7 @@ test: $(INSTALLED) ## Runs the tests, but for those that take long.
 slow: $(INSTALLED) ## Runs the long ones: cold processes, fresh environments, larger gangs of the contract.
 	$(BIN)/python -m pytest -m "slow and not exhaustive"
 
-exhaustive: $(INSTALLED) ## Runs the rest of the contract: every variant, and DeepSpeed, on 3 and 4 ranks.
+exhaustive: $(INSTALLED) ## Runs the rest of the contract: variants of our strategies, and DeepSpeed on 3 and 4 ranks.
 	$(BIN)/python -m pytest -m exhaustive
 
 lint: $(INSTALLED) ## Style, and that imports point down only.

@@ -134,7 +134,7 @@ def share_overflow(optimizers: Sequence[OwnedOptimizer], comm: Communicator) -> 
             continue
         stand_in = found[0] if found else each.stand_in()
         if not math.isfinite(value):
-            stand_in.view(-1)[0] = float("inf")
+            stand_in[(0,) * stand_in.dim()] = float("inf")  # whatever its strides
 
 
 @torch.no_grad()

@@ -423,6 +423,75 @@ def test_a_rank_that_owns_nothing_scales_as_the_others_do(stage: str) -> None:
 
 
 @pytest.mark.ranks(2)
+def test_an_overflow_is_told_whatever_the_layout_of_a_gradient() -> None:
+    """Each rank owns one of two channels-last weights; an infinity in one of them is seen by both."""
+    module = nn.Sequential(nn.Conv2d(4, 4, 3, bias=False), nn.Conv2d(4, 4, 3, bias=False))
+    zero, here = start("zero_2", module.to(memory_format=torch.channels_last), ZeroSettings(partition="parameter"))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    zero.attach([optimizer])
+    zero.agree_on_overflow = True
+    weights = list(module.parameters())
+    (weights[0].sum() * float("inf") + weights[1].sum()).backward()
+    found = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    assert [gradient.is_contiguous() for gradient in found] == [False]
+    assert not found[0].isfinite().all()
+    zero.close()
+    here.close()
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(("stage", "by_strategy"), [("zero_1", False), ("zero_2", True), ("zero_3", False)])
+def test_a_backward_that_fails_leaves_nothing_behind(stage: str, by_strategy: bool) -> None:
+    """It fails when the first gradients are on their way. The caller goes on with the next batch, or is told to clear
+    where a part of it was added to what he had."""
+    modules = [mlp(), mlp()]
+    zero, here = start(stage, modules[0])
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in modules]
+    zero.attach(optimizers[:1])
+
+    def backward(step: int, *, fails: bool = False) -> None:
+        hidden = modules[0][:4](rows(step, dist.get_rank()))
+        if fails:
+            modules[0][2].weight.register_hook(fail)
+        loss = modules[0][4](hidden).square().mean()
+        if by_strategy:
+            zero.begin()
+        loss.backward()
+        if by_strategy:
+            zero.finish()
+
+    def fail(gradient: Tensor) -> Tensor:
+        if failing:
+            raise MemoryError("out of memory")
+        return gradient
+
+    for step in range(4):
+        failing = step in (1, 2)
+        if step == 1:
+            with pytest.raises(MemoryError):
+                backward(step, fails=True)
+            continue  # not even cleared
+        if step == 2:
+            failing = False
+            backward(step)
+            failing = True
+            with pytest.raises(MemoryError):
+                backward(step)
+            failing = False
+            with pytest.raises(RuntimeError, match="zero_grad"):
+                backward(step)
+            optimizers[0].zero_grad()
+        backward(step)
+        modules[1](rows(step)).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    zero.close()
+    cases.assert_same_parameters(*modules)
+    here.close()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("stage", ["zero_1", "zero_2"])
 @pytest.mark.parametrize("look", ["forward", "name", "list", "state_dict"])
 def test_late_parameters_are_there_when_anybody_looks(stage: str, look: str) -> None:

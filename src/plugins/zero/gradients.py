@@ -45,12 +45,12 @@ from typing import final
 
 import torch
 from torch import Tensor
-from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 from stratagem.collectives import Op, Wire
 from stratagem.errors import ConfigError
 from stratagem.plugins.zero.bucket import Bucket
+from stratagem.plugins.zero.failed import AtEnd, drop_leftovers
 from stratagem.plugins.zero.lane import Lane
 from stratagem.plugins.zero.pool import PATIENCE, Pool
 from stratagem.plugins.zero.settings import ZeroSettings
@@ -88,7 +88,8 @@ class Gradients:
         self._pool = Pool(PATIENCE if fetches else None) if transient else None
         self.buckets: list[Bucket] = []
         self._handles: list[RemovableHandle] = []
-        self._reduces, self._pending, self._started, self._callback_queued = True, False, False, False
+        self._reduces, self._pending, self._started = True, False, False
+        self._at_end = AtEnd()
         self._next = 0
         self._in_window = False
         self.num_reductions = 0
@@ -137,7 +138,8 @@ class Gradients:
         """Nothing has arrived and nothing has left: see Note [what is awaited]."""
         self._next = 0
         self._futures = []
-        self._pending = self._started = self._callback_queued = False
+        self._pending = self._started = False
+        self._at_end.forget()
         for bucket in self.buckets:
             bucket.arrived = [False] * len(bucket.parameters)
             bucket.awaited = [parameter.requires_grad for parameter in bucket.parameters]
@@ -148,6 +150,7 @@ class Gradients:
 
     def _on_gradient(self, bucket: Bucket, index: int, parameter: Tensor) -> None:
         """Runs when a gradient is complete: into its bucket, and off with that if it fills the next in line."""
+        self._forget_failed(parameter)
         if bucket.position < self._next:
             raise RuntimeError(
                 f"the gradient of {self._name(bucket, index)!r} grew after its bucket had left: it receives gradients "
@@ -160,9 +163,8 @@ class Gradients:
         if not self._reduces:
             return
         self._pending = self._started = True
-        if not self._callback_queued:  # a plain loss.backward() ends here; a strategy calls finish() itself as well
-            self._callback_queued = True
-            Variable._execution_engine.queue_callback(self.finish)
+        if not self._at_end.is_asked_for:  # a plain loss.backward() ends here; a strategy calls finish() itself as well
+            self._at_end.ask_for(self.finish)
         if bucket.awaited[index] and not bucket.arrived[index]:
             bucket.arrived[index] = True
             bucket.missing -= 1
@@ -260,10 +262,23 @@ class Gradients:
 
     def begin(self) -> None:
         """A backward is about to run (or ought to). Local; until a gradient arrives it may be called again."""
+        self._forget_failed()
         if not self._started:
             self._note_window()
             self._reset()
             self._pending = self._reduces
+
+    def _forget_failed(self, arriving: Tensor | None = None) -> None:
+        """See `failed`; waits for what a failed backward had sent."""
+        if self._at_end.has_failed:
+            for future in self._futures:
+                future.result()
+            drop_leftovers(self.buckets, arriving)
+            if self._pool is not None:
+                for bucket in self.buckets:
+                    bucket.gradient, bucket.gradient_views = None, []
+                self._pool.clear()
+            self._reset()
 
     def _note_window(self) -> None:
         """See Note [what is awaited]."""

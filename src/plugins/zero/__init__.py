@@ -4,10 +4,15 @@
 Use it when the model trains with `ring_ddp` but does not fit: take the lowest stage that makes it fit. Stages 1 and 2
 cost what `ring_ddp` costs on the wire, stage 3 half as much again. `technique.py` has the table; start reading there.
 
+After a backward the module's parameters have no `.grad`; the optimizer holds the reduced pieces. So clip by
+`gradient_clip_val` or `self.clip_gradients(optimizer, ...)`: `clip_grad_norm_(self.parameters(), ...)` finds nothing to
+clip, and says nothing. To look at a whole gradient, ask `Zero.full_gradient(parameter)`, on every rank.
+
     settings.py     what can be chosen
     partition.py    who owns what: frozen data
     bucket.py       the memory of one bucket
     gradients.py    reduction during backward
+    failed.py       what a failed backward left
     pool.py         memory for gradients on their way
     optimizer.py    an optimizer that holds pieces
     separable.py    may this optimizer hold pieces?

@@ -13,6 +13,8 @@ from stratagem.errors import ConfigError
 class ZeroSettings:
     """How a ZeRO stage divides, packs and sends.
 
+    What clips gradients by the module's parameters finds none: see the package's docstring.
+
     Args:
         bucket_mib: memory for gradients on their way. Stage 1 keeps all gradients, in buckets of at most this size.
             Stages 2 and 3 fill half of it while the other half travels; a gradient larger than half of it travels from

@@ -222,7 +222,8 @@ def judge(
     ends = [(each.relative, limit.final.get(name, limit.tolerance), each) for name, each in (final or {}).items()]
     off = [(_over(value, bound), each) for value, bound, each in ends if not value <= bound]
     beyond = max(off, key=lambda each: each[0])[1] if off else None
-    used = [limit.of(*where) for *where, value in _every(differences) if value > limit.tolerance]
+    every = [(limit.of(quantity, step, name), value) for quantity, step, name, value in _every(differences)]
+    used = [bound for bound, value in every if value > limit.tolerance]
     used += [bound for value, bound, _ in ends if value > limit.tolerance]
     loss, norm = differences["loss"].worst(), differences["gradient norm"].worst()
     data = _first_other_samples(found, expected)

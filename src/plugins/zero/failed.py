@@ -61,7 +61,8 @@ def drop_leftovers(buckets: Sequence[Bucket], arriving: Tensor | None) -> None:
     fresh, in_window = arriving, any(any(bucket.due) for bucket in buckets)
     for bucket in buckets:
         for index, view in enumerate(bucket.gradient_views if bucket.dirty else []):
-            if bucket.parameters[index] is arriving and arriving.grad is view:
+            parameter = bucket.parameters[index]
+            if parameter is arriving and parameter.grad is view:
                 fresh = None  # added to what was left
     parameters = [p for bucket in buckets for p in bucket.parameters if p is not fresh]
     is_mixed = fresh is not arriving or (in_window and any(p.grad is not None for p in parameters))

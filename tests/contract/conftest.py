@@ -2,7 +2,7 @@
 """Which part of the contract runs by default: every strategy on 2 ranks, and ring DDP on every number of ranks.
 
 The other strategies' larger gangs cost most of the time and differ least; `make slow` and CI run them. `make
-exhaustive` runs what takes longer than it is worth at every change: variants of ours, and the larger gangs of DeepSpeed.
+exhaustive` runs what takes longer than it is worth at every change: variants of ours, larger gangs of DeepSpeed.
 DeepSpeed, which is not ours, is held to the whole contract there, and by default to a few items of it.
 """
 

@@ -25,13 +25,13 @@ run: $(INSTALLED) ## Trains CONFIG (a GPT on real text, 2 processes) under STRAT
 	$(BIN)/stratagem fit --config $(CONFIG) --config configs/strategy/$(STRATEGY).yaml
 
 test: $(INSTALLED) ## Runs the tests, but for those that take long.
-	$(BIN)/python -m pytest -m "not slow and not exhaustive"
+	$(BIN)/python -m pytest -n 2 -m "not slow and not exhaustive"
 
 slow: $(INSTALLED) ## Runs the long ones: cold processes, fresh environments, larger gangs of the contract.
-	$(BIN)/python -m pytest -m "slow and not exhaustive"
+	$(BIN)/python -m pytest -n 2 -m "slow and not exhaustive"
 
 exhaustive: $(INSTALLED) ## Runs the rest of the contract: variants of our strategies, and DeepSpeed on 3 and 4 ranks.
-	$(BIN)/python -m pytest -m exhaustive
+	$(BIN)/python -m pytest -n 2 -m exhaustive
 
 lint: $(INSTALLED) ## Style, and that imports point down only.
 	$(BIN)/ruff check .

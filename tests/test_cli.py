@@ -96,7 +96,7 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["fitt"], "stratagem: 'fitt' is no verb (did you mean fit?). Allowed: fit, validate, test, predict, explain"),
+        (["fitt"], "stratagem: 'fitt' is no verb (did you mean fit?). Allowed: fit, validate, test, predict, check"),
         (["--config", "x.yaml", "fit"], "stratagem: the verb comes before --config"),
         (["explain", "ring_dpp"], "stratagem explain: no strategy is called 'ring_dpp' (did you mean ring_ddp?)"),
         (["fit", "--config", "nowhere.yaml"], "stratagem fit: nowhere.yaml: there is no such file"),
@@ -394,7 +394,7 @@ def test_types_and_defaults_are_shown_as_a_config_writes_them() -> None:
         "choice: SLOW | FAST = FAST",
         "word: a | b | null = null",
         "flag: bool = true",
-        "wire: full | bf16 | int8 = bf16",
+        "wire: full | bf16 | int8 | int4 = bf16",
         "text: str = ''",
     ]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which part of the contract runs by default: every strategy on 2 ranks, and ring DDP on every number of ranks.
+"""Which part of the contract runs by default: every strategy of ours on 2 ranks, and ring DDP on 1 and 3 too.
 
 The other strategies' larger gangs cost most of the time and differ least; `make slow` and CI run them. `make
 exhaustive` runs what takes longer than it is worth at every change: variants of ours, larger gangs of DeepSpeed.
@@ -9,6 +9,9 @@ DeepSpeed, which is not ours, is held to the whole contract there, and by defaul
 from __future__ import annotations
 
 import pytest
+
+_DDP = ("test_parity[gpt_tied", "test_parity[classifier", "test_bytes", "test_a_rank_that_is_killed")
+"""Parts of the names of the items that show by default that the suite is fair to a stranger."""
 
 _DEEPSPEED = (("test_parity[groups_and_schedule-", "2ranks"),)
 """Parts of the names of the items that DeepSpeed's stages run by default."""
@@ -24,11 +27,10 @@ def _is_exhaustive(item: pytest.Item) -> bool:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if (
-            "test_contract.py" in item.nodeid
-            and "ring_ddp" not in item.name
-            and ("3ranks" in item.name or "4ranks" in item.name)
-        ):
+        larger = ("4ranks",) if "ring_ddp" in item.name else ("3ranks", "4ranks")
+        if "test_contract.py" in item.nodeid and any(size in item.name for size in larger):
+            item.add_marker(pytest.mark.slow)
+        if "test_contract_ddp.py" in item.nodeid and not any(part in item.name for part in _DDP):
             item.add_marker(pytest.mark.slow)
         if _is_exhaustive(item):
             item.add_marker(pytest.mark.exhaustive)

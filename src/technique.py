@@ -206,7 +206,20 @@ class DataTechnique(Technique):
 
     def module_parts(self, module: nn.Module) -> dict[str, Any]:
         """As `module_state`, with `Part`s as in `optimizer_parts`. All ranks call it, and nothing large is sent."""
-        return module.state_dict()
+        return self.buffers_of_first(module, module.state_dict())
+
+    def buffers_of_first(self, module: nn.Module, state: dict[str, Any]) -> dict[str, Any]:
+        """The state with rank 0's buffers alone: within a window ranks have their own, and in the end all get rank 0's.
+
+        Local.
+        """
+        parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
+        for name, value in state.items():
+            is_plain = type(value) is Tensor and value.layout is torch.strided and not value.is_quantized
+            if is_plain and name not in parameters and value.numel() > 1:
+                mine = self.context.rank == 0
+                state[name] = Part.whole(value) if mine else Part(tuple(value.shape), value.dtype, (), ())
+        return state
 
     def window_gradients(self) -> tuple[dict[str, Tensor], dict[str, Part]]:
         """Gradients of a window that is not over, by name: this rank's own, and its parts of those that are reduced.

@@ -228,7 +228,7 @@ class Zero3(Zero):
         self._fetcher.free_all()
         self._states_parts = True
         try:
-            return module.state_dict()
+            return self.buffers_of_first(module, module.state_dict())
         finally:
             self._states_parts = False
 

@@ -341,6 +341,13 @@ class DeepSpeedZeroStrategy(DeepSpeedStrategy, ABC):
     def load_checkpoint(self, checkpoint_path: _PATH, weights_only: bool | None = None) -> dict[str, Any]:
         """A file is another strategy's, a directory DeepSpeed's own."""
         if Path(checkpoint_path).is_dir() and self.model is not self.lightning_module:
+            assert self.lightning_module is not None
+            if self.lightning_module.trainer.state.fn != TrainerFn.FITTING:
+                raise ConfigError(
+                    "DeepSpeed's inference engine of stage 3 reads no directory of its training engine",
+                    where=f"ckpt_path {checkpoint_path}",
+                    do="`stratagem convert` it, or evaluate at the end of the fit",
+                )
             return super().load_checkpoint(checkpoint_path, weights_only)
         return DDPStrategy.load_checkpoint(self, checkpoint_path, weights_only)
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from stratagem.checkpoint import commit, dcp, tree
-from stratagem.checkpoint.foreign_picture import EXTRA, Leaf, Picture, Window, load_file, renamed_state, replaced
+from stratagem.checkpoint.foreign_picture import EXTRA, Leaf, Picture, Window, load_file, replaced
 from stratagem.checkpoint.manifest import MANIFEST, OBJECTS, Manifest, Written
 from stratagem.checkpoint.parts import Part
 from stratagem.checkpoint.reading import Reader
@@ -52,7 +52,7 @@ def read(folder: Path, *, trust: bool = False, deep: bool = True) -> Picture:
     own = replaced(found_tree, lambda at, value: value.clone() if isinstance(value, Tensor) else value)
     names = own.get(EXTRA, {}).get("optimizer_names")
     if tree.OPTIMIZERS in own:
-        own[tree.OPTIMIZERS] = renamed_state(own[tree.OPTIMIZERS], names, to_names=False)
+        own[tree.OPTIMIZERS] = tree.renamed_state(own[tree.OPTIMIZERS], names, to_names=False)
     return Picture(own, "stratagem folder")
 
 
@@ -66,7 +66,9 @@ def write(picture: Picture, draft: commit.Draft) -> None:
     extra = dict(source.get(EXTRA, {}))
     aliases = picture.aliases()
     if tree.OPTIMIZERS in source:
-        source[tree.OPTIMIZERS] = renamed_state(source[tree.OPTIMIZERS], extra.get("optimizer_names"), to_names=True)
+        source[tree.OPTIMIZERS] = tree.renamed_state(
+            source[tree.OPTIMIZERS], extra.get("optimizer_names"), to_names=True
+        )
     leaves: dict[int, tuple[str, Leaf]] = {}
 
     def leaf(at: tree.Path, value: Any) -> Any:

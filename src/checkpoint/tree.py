@@ -95,6 +95,23 @@ def tied(state: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
+def renamed_state(states: Any, names: Any, *, to_names: bool) -> Any:
+    """Optimizer states under the names of parameters instead of positions, or back; as they are where none are known.
+
+    >>> state = {"state": {0: "m"}, "param_groups": []}
+    >>> named = renamed_state([state], [["weight"]], to_names=True)
+    >>> named[0]["state"], renamed_state(named, [["weight"]], to_names=False)[0] == state
+    ({'weight': 'm'}, True)
+    """
+    if not names or states is None:
+        return states
+    found = []
+    for state, known in zip(states, names, strict=True):
+        keys = dict(enumerate(known)) if to_names else {name: number for number, name in enumerate(known)}
+        found.append({**state, "state": {keys[key]: entry for key, entry in state["state"].items()}})
+    return found
+
+
 def name_of(path: Path) -> str:
     """The name under which a tensor is stored.
 

@@ -184,7 +184,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
     def _prepare(self, checkpoint: dict[str, Any], target: Path) -> _Job:
         crew, extra = self._crew, dict(checkpoint.get("stratagem", {}))
         own, mine = tree.take_apart(extra.pop("rank", None), lambda _, tensor: Part.whole(tensor), ("rank", crew.rank))
-        rest, parts = tree.take_apart(_by_name({**checkpoint, "stratagem": extra}), self._part_of)
+        rest, parts = tree.take_apart(_renamed({**checkpoint, "stratagem": extra}, to_names=True), self._part_of)
         aliases = tree.tied(checkpoint.get(tree.STATE, {}))
         parts.update(mine)
         choices = choose({name: part for name, part in parts.items() if name not in aliases})
@@ -303,7 +303,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         found: dict[str, Any] = tree.put_together(rest, lambda name: tree.Stored(reader, name))
         if tree.STATE in found:
             found[tree.STATE] = tree.StoredState(found[tree.STATE])
-        return _by_number(found)
+        return _renamed(found, to_names=False)
 
     def _choose(self, folder: Path) -> Path:
         """The newest whole checkpoint that is not newer than the one asked for; every rank chooses the same."""
@@ -356,25 +356,11 @@ def _local(path: Any) -> Path:
     return Path(text.removeprefix("file://"))
 
 
-def _by_name(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The optimizers' state under the names of parameters where they are known: positions change, names do not."""
-    names = checkpoint.get("stratagem", {}).get("optimizer_names")
-    if not names or tree.OPTIMIZERS not in checkpoint:
+def _renamed(checkpoint: dict[str, Any], *, to_names: bool) -> dict[str, Any]:
+    """The optimizers' state under the names of parameters where they are known (positions change, names do not), or
+    back."""
+    states = checkpoint.get(tree.OPTIMIZERS)
+    if states is None:
         return checkpoint
-    states = [
-        {**state, "state": {known[number]: entry for number, entry in state["state"].items()}}
-        for state, known in zip(checkpoint[tree.OPTIMIZERS], names, strict=True)
-    ]
-    return {**checkpoint, tree.OPTIMIZERS: states}
-
-
-def _by_number(checkpoint: dict[str, Any]) -> dict[str, Any]:
-    """The inverse of `_by_name`."""
     names = checkpoint.get("stratagem", {}).get("optimizer_names")
-    if not names or tree.OPTIMIZERS not in checkpoint:
-        return checkpoint
-    states = []
-    for state, known in zip(checkpoint[tree.OPTIMIZERS], names, strict=True):
-        numbers = {name: number for number, name in enumerate(known)}
-        states.append({**state, "state": {numbers[name]: entry for name, entry in state["state"].items()}})
-    return {**checkpoint, tree.OPTIMIZERS: states}
+    return {**checkpoint, tree.OPTIMIZERS: tree.renamed_state(states, names, to_names=to_names)}

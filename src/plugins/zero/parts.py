@@ -15,7 +15,7 @@ from stratagem.checkpoint.parts import Part, whole_box
 from stratagem.collectives import Communicator
 from stratagem.plugins.zero.bucket import Bucket
 from stratagem.plugins.zero.optimizer import OwnedOptimizer
-from stratagem.plugins.zero.state import MASTER, describe_entries
+from stratagem.plugins.zero.state import compose_state
 
 
 def part_of_piece(bucket: Bucket, index: int, local: Tensor | None, dtype: torch.dtype, replicas: Communicator) -> Part:
@@ -52,18 +52,9 @@ def optimizer_parts(owned_optimizer: OwnedOptimizer, shard: Communicator, replic
 
     Every rank of the axis over which parameters are divided calls it; it sends one small message of descriptions.
     """
-    optimizer = owned_optimizer.optimizer
-    everything = optimizer.state_dict()
-    mine = describe_entries(owned_optimizer)
-    everyone: list[dict[int, dict[str, tuple[str, Any]]]] = shard.gather_objects(mine)
-    state: dict[int, dict[str, Any]] = {}
-    for number, owned, bucket, index in owned_optimizer.owned():
-        descriptions = [theirs.get(number, {}) for theirs in everyone]
-        for key in dict.fromkeys(key for entries in descriptions for key in entries):
-            kind, detail = next(entries[key] for entries in descriptions if key in entries)
-            local = owned if key == MASTER else optimizer.state.get(owned, {}).get(key)
-            value = part_of_piece(bucket, index, local, detail, replicas) if kind == "part" else detail
-            state.setdefault(number, {})[key] = value
-    known = {number for number, *_ in owned_optimizer.owned()}
-    state.update({number: entry for number, entry in everything["state"].items() if number not in known})
-    return {"state": state, "param_groups": everything["param_groups"]}
+
+    def value_of(bucket: Bucket, index: int, local: Tensor | None, dtype: torch.dtype) -> Part:
+        return part_of_piece(bucket, index, local, dtype, replicas)
+
+    groups = owned_optimizer.optimizer.state_dict()["param_groups"]
+    return {"state": compose_state(owned_optimizer, shard, value_of), "param_groups": groups}

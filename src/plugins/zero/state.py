@@ -11,8 +11,9 @@ has no entry at all, since optimizers take its absence for "not yet begun".
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,27 +38,43 @@ def gather_state(owned_optimizer: OwnedOptimizer, comm: Communicator) -> dict[st
     Every rank of the axis over which parameters are divided calls it. It sends every byte of the state once around the
     ring, one tensor at a time, and one small message of descriptions.
     """
+    groups = owned_optimizer.optimizer.state_dict()["param_groups"]
+    state = compose_state(owned_optimizer, comm, partial(_gather_part, comm))
+    return {"state": state if comm.rank == 0 else {}, "param_groups": groups}
+
+
+def compose_state(
+    owned_optimizer: OwnedOptimizer,
+    comm: Communicator,
+    value_of: Callable[[Bucket, int, Tensor | None, torch.dtype], Any],
+) -> dict[int, dict[str, Any]]:
+    """The optimizer's `state` under the plain indices, on every rank, with a value of one's own for each cut tensor.
+
+    Every rank of the axis calls it; it sends one small message of descriptions, besides what `value_of` sends.
+
+    Args:
+        owned_optimizer: whose.
+        comm: over the axis along which parameters are divided.
+        value_of: what stands for a tensor that is cut like its parameter: given the parameter's bucket and index, my
+            piece of the tensor (None where I have none) and its dtype. Called on every rank, for the same tensors in
+            the same order.
+    """
     optimizer = owned_optimizer.optimizer
-    everything = optimizer.state_dict()
-    groups = everything["param_groups"]
-    everyone: list[dict[int, dict[str, Entry]]] = comm.gather_objects(describe_entries(owned_optimizer))
+    everyone: list[dict[int, dict[str, Entry]]] = comm.gather_objects(_describe_entries(owned_optimizer))
     state: dict[int, dict[str, Any]] = {}
     for number, owned, bucket, index in owned_optimizer.owned():
         descriptions = [theirs.get(number, {}) for theirs in everyone]
         for key in dict.fromkeys(key for entries in descriptions for key in entries):
             kind, detail = next(entries[key] for entries in descriptions if key in entries)
             local = owned if key == MASTER else optimizer.state.get(owned, {}).get(key)
-            value = _gather_part(local, detail, bucket, index, comm) if kind == "part" else detail
-            if comm.rank == 0:
-                state.setdefault(number, {})[key] = value
-    strangers = everything["state"]
+            value = value_of(bucket, index, local, detail) if kind == "part" else detail
+            state.setdefault(number, {})[key] = value
     known = {number for number, *_ in owned_optimizer.owned()}
-    if comm.rank == 0:
-        state.update({number: entry for number, entry in strangers.items() if number not in known})
-    return {"state": state, "param_groups": groups}
+    strangers = optimizer.state_dict()["state"]
+    return state | {number: entry for number, entry in strangers.items() if number not in known}
 
 
-def describe_entries(owned_optimizer: OwnedOptimizer) -> dict[int, dict[str, Entry]]:
+def _describe_entries(owned_optimizer: OwnedOptimizer) -> dict[int, dict[str, Entry]]:
     """What this rank has of each parameter's state, by the plain index: see `Entry`. Local."""
     found: dict[int, dict[str, Entry]] = {}
     for number, owned, bucket, index in owned_optimizer.owned():
@@ -76,7 +93,9 @@ def _describe(value: Any, owned: OwnedParameter) -> Entry:
     return "whole", value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
-def _gather_part(local: Any, dtype: torch.dtype, bucket: Bucket, index: int, comm: Communicator) -> Tensor | None:
+def _gather_part(
+    comm: Communicator, bucket: Bucket, index: int, local: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
     """One tensor of the parameter's shape on rank 0 of the axis; None elsewhere."""
     whole = gather_parameter(bucket, index, comm, local=local, dtype=dtype)
     return whole.to(bucket.cut.layout.device) if comm.rank == 0 else None

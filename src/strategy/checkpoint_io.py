@@ -172,12 +172,12 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             CheckpointError: it failed on some rank; on every rank.
         """
         flying, self._flying = self._flying, None
+        doomed, self._doomed = self._doomed, []  # gone too if the save has failed: what it was to replace is needed
         if flying is not None:
             try:
                 flying.result()
             finally:
                 self._end_thread()
-        doomed, self._doomed = self._doomed, []
         for folder in doomed:
             commit.remove(folder)
 

@@ -18,6 +18,7 @@ from stratagem.checkpoint.parts import Part
 from stratagem.checkpoint.reading import Reader
 from stratagem.checkpoint.writing import choose, write
 from stratagem.errors import CheckpointError
+from stratagem.strategy import FaultTolerantCheckpointIO
 
 
 def save(target: Path, value: float, step: int = 0) -> None:
@@ -171,3 +172,20 @@ def test_a_folder_that_cannot_be_written_to_is_a_clear_error(tmp_path: Path) -> 
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="cannot be made"):
         Draft(tmp_path / "file" / "a")
+
+
+def test_a_checkpoint_stays_when_the_save_that_replaces_it_has_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its removal was asked for while that save was in flight; a later call must not make up for it."""
+    io = FaultTolerantCheckpointIO(async_save=True)
+    io.save_checkpoint({"state_dict": {"w": torch.ones(3)}}, tmp_path / "a")
+    io.settle()
+    with monkeypatch.context() as broken:
+        broken.setattr(Draft, "commit", lambda *_: (_ for _ in ()).throw(OSError("the disk is gone")))
+        io.save_checkpoint({"state_dict": {"w": torch.zeros(3)}}, tmp_path / "b")
+        io.remove_checkpoint(tmp_path / "a")
+        with pytest.raises(CheckpointError):
+            io.settle()
+    io.settle()
+    assert value_of(tmp_path / "a") == 1.0

@@ -363,18 +363,21 @@ def _wait_until(condition: Callable[[], bool], seconds: float = 10) -> bool:
     return True
 
 
-def test_an_interrupt_ends_the_ranks_and_what_they_started(tmp_path: Path) -> None:
+def test_an_interrupt_ends_the_ranks_and_what_they_started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """The user presses Ctrl-C while ranks run that have children of their own."""
+    (elsewhere := tmp_path / "gangs").mkdir()  # other tests start gangs at the same time
+    monkeypatch.setattr(tempfile, "tempdir", str(elsewhere))
+    (pids := tmp_path / "pids").mkdir()
     run_ranks(1, _rank)
     before = _state()
     interrupt = threading.Thread(
-        target=lambda: _wait_until(lambda: len(_started(tmp_path)) == 4) and os.kill(os.getpid(), signal.SIGINT)
+        target=lambda: _wait_until(lambda: len(_started(pids)) == 4) and os.kill(os.getpid(), signal.SIGINT)
     )
     interrupt.start()
     with pytest.raises(KeyboardInterrupt):
-        run_ranks(2, _start_a_child, {"path": tmp_path})
+        run_ranks(2, _start_a_child, {"path": pids})
     interrupt.join()
-    assert _wait_until(lambda: not any(_alive(pid) for pid in _started(tmp_path)))
+    assert _wait_until(lambda: not any(_alive(pid) for pid in _started(pids)))
     assert _state() == before
 
 

@@ -174,8 +174,11 @@ class _Arena:
         self._run_reference(alone)
         if not self._options.sequential:
             self._time(list(self.running.values()))
+            self._say("all: the end")
             for running in self.running.values():
-                running.stop()
+                running.begin_stop()
+            for running in self.running.values():
+                running.await_stop()
 
     def close(self) -> None:
         """End every process."""
@@ -212,7 +215,9 @@ class _Arena:
             running.begin(Turn("observe", self._options.steps))
         for running in self.alone:
             running.await_end()
-            running.stop()
+            running.begin_stop()
+        for running in self.alone:
+            running.await_stop()
             if running.error or not running.has_final:
                 raise RankError(0, 1, f"{running.name}, the reference, failed: {running.error or 'it ended early'}")
 

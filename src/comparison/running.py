@@ -128,8 +128,17 @@ class Running:
 
     def stop(self) -> None:
         """Let the training end as trainings do, and wait for it; what goes wrong now is an error too."""
+        self.begin_stop()
+        self.await_stop()
+
+    def begin_stop(self) -> None:
+        """Let the training end as trainings do; several may do so at once."""
         if self.alive:
             self._tell(Turn("stop"))
+
+    def await_stop(self) -> None:
+        """Wait for the end that was begun; what goes wrong now is an error too."""
+        if self.alive:
             self._patience = min(self._patience, _TO_END)
             self._collect(lambda: False)
 

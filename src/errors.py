@@ -66,6 +66,23 @@ class CommunicationError(RuntimeError):
     """A peer died, hung or spoke out of turn; the message names the axis, the operation and the rank."""
 
 
+class GuardError(RuntimeError):
+    """The guard of a run has ended it, on every rank; `HangError` and `DriftError` are worth a new attempt."""
+
+
+class HangError(GuardError):
+    """This rank stood still; the message names its phase, its line and the collective it waits in."""
+
+
+class DriftError(GuardError):
+    """What must be equal on several ranks is not; the message names it and the odd ranks. A checkpoint taken since the
+    last comparison may hold it."""
+
+
+class DivergedError(GuardError):
+    """Loss or gradient are beyond what the policy allows. The same data on the same weights would do it again."""
+
+
 class RankError(RuntimeError):
     """A rank failed, and with it the run; raised by the process that started the ranks.
 

@@ -48,10 +48,11 @@ fix: $(INSTALLED) ## Formats, and mends what can be mended by itself.
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(INSTALLED) ## Ratios against the peers: collectives, ring DDP, ZeRO; each in one run.
+bench: $(INSTALLED) ## Ratios against the peers: collectives, ring DDP, ZeRO, checkpoints; each in one run.
 	$(BIN)/python examples/bench_collectives.py
 	$(BIN)/python examples/bench_training.py
 	$(BIN)/python examples/bench_zero.py
+	$(BIN)/python examples/bench_checkpoint.py
 
 clean: ## Removes what was built; leaves runs and the virtual environment.
 	rm -rf build dist .typing .mypy_cache .ruff_cache .pytest_cache .import_linter_cache *.egg-info

@@ -10,14 +10,23 @@ Nothing is there under the target's name until all of it is there; it is written
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
 
-from stratagem.checkpoint import commit, foreign_deepspeed, foreign_folder, foreign_hub, foreign_lightning, tree
+from stratagem.checkpoint import (
+    commit,
+    foreign_deepspeed,
+    foreign_folder,
+    foreign_hub,
+    foreign_lightning,
+    foreign_loaders,
+    tree,
+)
+from stratagem.checkpoint.foreign_account import OURS_ONLY, TIED, account
 from stratagem.checkpoint.foreign_picture import EXTRA, TRAINING, Leaf, Picture
 from stratagem.errors import CheckpointError, ConfigError
 
@@ -42,6 +51,8 @@ class Settings:
         force: replace a target that is there.
         trust: let pickles of the source run.
         deep: compare the checksums of a source of ours before anything else.
+        keep_loaders: in a single file, leave positions of data loaders where Lightning looks for them. Then the file
+            resumes only with loaders that take one, as ours do; Lightning refuses it with plain ones.
     """
 
     to: Kind | None = None
@@ -53,6 +64,7 @@ class Settings:
     force: bool = False
     trust: bool = False
     deep: bool = True
+    keep_loaders: bool = False
 
 
 @final
@@ -67,6 +79,8 @@ class Report:
         num_elements: theirs.
         num_states: tensors of the optimizers.
         num_bytes: of all of them.
+        carried: what the target has beside its weights.
+        ours_only: the part of that which stratagem's strategies read and Lightning's own do not.
         left_out: what the source had and the target has not.
     """
 
@@ -76,7 +90,9 @@ class Report:
     num_elements: int
     num_states: int
     num_bytes: int
-    left_out: tuple[str, ...] = field(default=())
+    carried: tuple[str, ...]
+    ours_only: tuple[str, ...]
+    left_out: tuple[str, ...]
 
 
 def convert(source: Path, target: Path, settings: Settings = Settings()) -> Report:
@@ -89,12 +105,15 @@ def convert(source: Path, target: Path, settings: Settings = Settings()) -> Repo
     kind = target_kind(target, settings.to)
     _check(source, target, kind, settings)
     picture = read(source, settings)
-    left_out = list(picture.notes)
-    weights_only = settings.weights_only or kind == "safetensors"
-    if weights_only:
-        lost = [key for key in TRAINING if picture.tree.get(key)]
-        picture, dropped = _weights(picture, settings.dtype, everything=kind != "safetensors"), lost
-        left_out += [key.replace("_", " ") for key in dropped]
+    left_out, before = list(picture.notes), account(picture)
+    if settings.weights_only or kind == "safetensors":
+        picture = _weights(picture, settings.dtype, everything=kind != "safetensors")
+    if kind == "folder":
+        picture = replace(picture, tree=foreign_loaders.put_back(picture.tree))
+    elif kind == "ckpt" and not settings.keep_loaders:
+        picture = replace(picture, tree=foreign_loaders.set_aside(picture.tree))
+    after = account(picture) if kind != "safetensors" else _only(account(picture), (TIED,))
+    left_out += [words for key, words in before.items() if key not in after]
     with _built(target) as place:
         if kind == "folder":
             foreign_folder.write(picture, place.draft)
@@ -109,7 +128,7 @@ def convert(source: Path, target: Path, settings: Settings = Settings()) -> Repo
                 )
             if not config:
                 left_out.append("config.json, which nothing here tells (--config-from names one)")
-    return _report(picture, kind, left_out)
+    return _report(picture, kind, after, left_out)
 
 
 def read(source: Path, settings: Settings = Settings()) -> Picture:
@@ -242,11 +261,22 @@ def _built(target: Path) -> Iterator[_Place]:
         draft.discard()  # a folder that is committed is no longer there under this name
 
 
-def _report(picture: Picture, kind: Kind, left_out: list[str]) -> Report:
+def _only(words: Mapping[str, str], keys: Sequence[str]) -> dict[str, str]:
+    return {key: word for key, word in words.items() if key in keys}
+
+
+def _report(picture: Picture, kind: Kind, account: Mapping[str, str], left_out: Sequence[str]) -> Report:
     weights = {id(value): leaf for value in picture.state.values() if (leaf := Leaf.of(value)) is not None}
     states = [leaf for path, leaf in picture.leaves().items() if path[0] == tree.OPTIMIZERS]
-    sizes: Mapping[str, int] = {
-        "num_elements": sum(leaf.numel for leaf in weights.values()),
-        "num_bytes": sum(leaf.num_bytes for leaf in [*weights.values(), *states]),
-    }
-    return Report(picture.kind, kind, len(weights), num_states=len(states), left_out=tuple(left_out), **sizes)
+    ours = _only(account, OURS_ONLY)
+    return Report(
+        picture.kind,
+        kind,
+        len(weights),
+        num_elements=sum(leaf.numel for leaf in weights.values()),
+        num_states=len(states),
+        num_bytes=sum(leaf.num_bytes for leaf in [*weights.values(), *states]),
+        carried=tuple(words for key, words in account.items() if key not in ours),
+        ours_only=tuple(ours.values()),
+        left_out=tuple(left_out),
+    )

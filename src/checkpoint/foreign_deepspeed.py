@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from stratagem.checkpoint import tree
-from stratagem.checkpoint.foreign_picture import EXTRA, Leaf, Picture, Window, classes_in, load_file
+from stratagem.checkpoint.foreign_picture import EXTRA, WINDOW_BYTES, Leaf, Picture, Window, classes_in, load_file
 from stratagem.errors import CheckpointError
 
 MASTER = "stratagem_master"
@@ -96,9 +96,9 @@ def read(source: Path, *, trust: bool = False) -> Picture:
         raise CheckpointError("there are no files of model states", where=str(source))
     _refuse_other_parallelism(folder)
     models = _files(folder, "model_states")
-    windows = [_window(path, trust) for path in models]
+    windows = _windows(models, trust)
     head = windows[0].get()
-    optims = [_window(path, trust) for path in _files(folder, "optim_states")]
+    optims = _windows(_files(folder, "optim_states"), trust)
     notes = ["DeepSpeed's loss scaler"] if optims else ["the optimizer's state: there are no files of it"]
     stage = _stage(optims[0].get()) if optims else 0
     _check_count(folder, stage, optims, windows)
@@ -239,17 +239,25 @@ def _module_reader(window: Window, name: str) -> Any:
 
 def _frozen(windows: Sequence[Window], name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Leaf:
     def fetch() -> Tensor:
-        pieces = [window.get()["frozen_param_fragments"][name].clone() for window in windows]
+        pieces = []
+        for window in windows:
+            pieces.append(window.get()["frozen_param_fragments"][name].clone())
+            window.took(pieces[-1].numel() * pieces[-1].element_size())
         return torch.cat(pieces)[: torch.Size(shape).numel()].view(shape)
 
     return Leaf(shape, dtype, fetch)
 
 
-def _window(path: Path, trust: bool) -> Window:
+def _windows(paths: Sequence[Path], trust: bool) -> list[Window]:
+    """Of the ranks' files; all of them together hold what one would, since tensors are put together out of all."""
+    return [_window(path, trust, WINDOW_BYTES // len(paths)) for path in paths]
+
+
+def _window(path: Path, trust: bool, num_bytes: int) -> Window:
     stand_ins: Mapping[str, type] = {
         name: StandIn for name in classes_in(path) if name.partition(".")[0] == "deepspeed"
     }
-    return Window(lambda: load_file(path, trust=trust, stand_ins=stand_ins))
+    return Window(lambda: load_file(path, trust=trust, stand_ins=stand_ins), num_bytes)
 
 
 def _stage(file: Mapping[str, Any]) -> int:

@@ -7,6 +7,8 @@
   stratagem convert runs/last.ckpt resumed --to folder      a checkpoint of DeepSpeed's ZeRO, with moments
 
 What SOURCE is, is seen from what lies there. One tensor is held at a time, and TARGET is there when it is complete.
+What went along and what did not is printed. A single file resumes with plain data loaders; positions of stratagem's
+are set aside in it, for the way back to a folder (--keep-loaders leaves them where Lightning looks).
 """
 
 from __future__ import annotations
@@ -29,6 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--config-from", metavar="PATH", type=Path, help="a config.json, a folder with one, or the config.yaml of a run"
     )
     parser.add_argument("--shard-mb", type=int, default=5000, help="largest safetensors file (default 5000)")
+    parser.add_argument(
+        "--keep-loaders", action="store_true", help="in a .ckpt: positions of data loaders, for loaders that take one"
+    )
     parser.add_argument("--force", action="store_true", help="replace TARGET if it is there")
     parser.add_argument("--trust", action="store_true", help="let SOURCE's pickles run: only if you know who wrote it")
     parser.add_argument(
@@ -59,12 +64,18 @@ def run(options: argparse.Namespace) -> int:
         force=options.force,
         trust=options.trust,
         deep=options.verify == "checksums",
+        keep_loaders=options.keep_loaders,
     )
     done = convert(options.source, options.target, settings)
     print(
         f"{done.source} -> {options.target} ({done.target}): {done.num_weights} weights with {done.num_elements:,} "
         f"elements, {done.num_states} tensors of optimizer state, {done.num_bytes / 2**20:.1f} MiB"
     )
-    if done.left_out:
-        print(f"left out: {'; '.join(done.left_out)}")
+    for word, told in (
+        ("carried", done.carried),
+        ("carried, for stratagem's strategies alone", done.ours_only),
+        ("left out", done.left_out),
+    ):
+        if told:
+            print(f"{word}: {'; '.join(told)}")
     return 0

@@ -19,46 +19,62 @@ from stratagem.errors import CheckpointError, UserError
 from stratagem.models import GPT, CausalLM, GPTConfig, transformers_lm
 from stratagem.models.optim import OptimizerSettings
 from stratagem.strategy.checkpoint_io import FaultTolerantCheckpointIO
+from stratagem.testing import run_ranks
 
 FOLDER, HUB = Settings(to="folder"), Settings(to="safetensors")
 
 
 class Save(pl.Callback):
-    """Saves after two steps."""
+    """Saves after two steps, and at the end if there is a place for that."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, path: Path, end: Path | None = None) -> None:
+        self.path, self.end = path, end
 
     def on_train_batch_end(self, trainer: pl.Trainer, *args: Any) -> None:
         if trainer.global_step == 2:
             trainer.save_checkpoint(self.path, weights_only=False)
 
+    def on_train_end(self, trainer: pl.Trainer, *args: Any) -> None:
+        if self.end is not None:
+            trainer.save_checkpoint(self.end, weights_only=False)
 
-def loader() -> DataLoader[Any]:
-    tokens = torch.randint(0, 32, (16, 9), generator=torch.Generator().manual_seed(0))
-    return DataLoader([{"input_ids": row[:-1], "labels": row[1:]} for row in tokens], batch_size=2)  # type: ignore[arg-type]
+
+def loader(batch_size: int = 2, first: int = 0) -> DataLoader[Any]:
+    """16 rows, from `first` on and around."""
+    tokens = torch.randint(0, 32, (16, 9), generator=torch.Generator().manual_seed(0)).roll(-first, 0)
+    rows = [{"input_ids": row[:-1], "labels": row[1:]} for row in tokens]
+    return DataLoader(rows, batch_size=batch_size)  # type: ignore[arg-type]
 
 
-def gpt(tied: bool, **settings: Any) -> CausalLM:
+ADAMW = OptimizerSettings(warmup_steps=2)
+
+
+def gpt(tied: bool, optimizer: OptimizerSettings = ADAMW, **settings: Any) -> CausalLM:
     torch.manual_seed(0)
     sizes = {"vocab_size": 32, "num_layers": 1, "hidden_size": 16, "num_heads": 2, "max_seq_len": 16, **settings}
-    return CausalLM(GPT(GPTConfig(tie_embeddings=tied, **sizes)), OptimizerSettings(warmup_steps=2))
+    return CausalLM(GPT(GPTConfig(tie_embeddings=tied, **sizes)), optimizer)
 
 
-def train(module: pl.LightningModule, path: Path, ours: bool, resume: Path | None = None, **settings: Any) -> None:
+def train(
+    module: pl.LightningModule,
+    path: Path,
+    ours: bool,
+    resume: Path | None = None,
+    end: Path | None = None,
+    data: DataLoader[Any] | None = None,
+    **settings: Any,
+) -> None:
     """Three steps, with a checkpoint after two."""
     trainer = pl.Trainer(
-        accelerator="cpu",
-        max_steps=3,
+        **{"accelerator": "cpu", "devices": 1, "max_steps": 3, **settings},
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[Save(path)],
+        callbacks=[Save(path, end)],
         plugins=[FaultTolerantCheckpointIO()] if ours else [],
-        **{"devices": 1, **settings},
     )
-    trainer.fit(module, loader(), ckpt_path=resume, weights_only=None if resume is None else True)
+    trainer.fit(module, data or loader(), ckpt_path=resume, weights_only=None if resume is None else True)
 
 
 def contents(path: Path) -> dict[str, Any]:
@@ -91,9 +107,9 @@ def shares(state: dict[str, Tensor]) -> bool:
 def there_and_back(source: Path, there: Path, *, tied: bool, **settings: Any) -> None:
     """A folder to a file and back, and on with the run from the file: the same as from the folder.
 
-    The run goes on under the strategy that saved: what a loader saved of itself, no plain loader takes.
+    The run goes on under the strategy that saved, so its loaders take the positions that are kept.
     """
-    convert(source, there / "one.ckpt")
+    convert(source, there / "one.ckpt", Settings(keep_loaders=True))
     assert_equal(torch.load(there / "one.ckpt", weights_only=True), contents(source))
     convert(there / "one.ckpt", there / "again", FOLDER)
     assert_equal(contents(there / "again"), contents(source))
@@ -125,9 +141,86 @@ def test_lightnings_own_file_keeps_ties_and_dtypes(tmp_path: Path) -> None:
     back = torch.load(tmp_path / "back.ckpt", weights_only=True)
     assert shares(back["state_dict"])
     assert_equal(back, own)
-    convert(tmp_path / "own.ckpt", tmp_path / "hub", HUB)
-    convert(tmp_path / "hub", tmp_path / "weights.ckpt")
-    assert_equal(torch.load(tmp_path / "weights.ckpt", weights_only=True)["state_dict"], own["state_dict"])
+    convert(tmp_path / "folder", tmp_path / "hub", HUB)
+    convert(tmp_path / "hub", tmp_path / "weights", FOLDER)
+    weights = contents(tmp_path / "weights")["state_dict"]
+    assert shares(weights)
+    assert_equal(weights, own["state_dict"])
+
+
+def train_in_doubles(**settings: Any) -> None:
+    """Lightning loads weights before it casts the module, so this one is of doubles from the start."""
+    train(gpt(True, OptimizerSettings(name="sgd", momentum=0.9)).double(), **settings)
+
+
+@pytest.mark.parametrize("devices", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_plain_trainer_goes_on_from_a_run_of_ours(
+    tmp_path: Path, devices: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Our loaders have a state and plain ones have none, which Lightning refuses; so a file has it set aside.
+
+    The plain loader begins where the run stopped; the batches that were done are counted, so the epoch ends in time.
+    """
+    doubles = {"precision": "64-true", "max_epochs": 1, "max_steps": -1}
+    ours = {"path": tmp_path / "step", "end": tmp_path / "end", "ours": True, "strategy": "ring_ddp", **doubles}
+    if devices == 1:
+        run_ranks(1, train_in_doubles, {"devices": 1, **ours})
+    else:
+        train_in_doubles(devices=devices, **ours)
+    assert main(["convert", str(tmp_path / "step"), str(tmp_path / "one.ckpt")]) == 0
+    told = capsys.readouterr().out
+    assert "carried: 1 tied name (model.lm_head.weight = model.embed_tokens.weight); state of 1 optimizer" in told
+    ranks = "1 rank" if devices == 1 else "2 ranks"
+    assert f"alone: random states of {ranks}; positions of 1 data loader (epoch 0, sample {4 * devices})" in told
+    rest = loader(2 * devices, first=4 * devices)
+    plain = {"path": tmp_path / "x", "ours": False, **doubles}
+    train_in_doubles(resume=tmp_path / "one.ckpt", end=tmp_path / "e.ckpt", data=rest, **plain)
+    expected, found = contents(tmp_path / "end"), contents(tmp_path / "e.ckpt")
+    assert found["global_step"] == expected["global_step"] == 8 // devices
+    for name, value in expected["state_dict"].items():
+        torch.testing.assert_close(found["state_dict"][name], value, rtol=1e-10, atol=1e-10)
+    convert(tmp_path / "one.ckpt", tmp_path / "again", FOLDER)
+    assert_equal(contents(tmp_path / "again"), contents(tmp_path / "step"))
+    convert(tmp_path / "step", tmp_path / "kept.ckpt", Settings(keep_loaders=True))
+    with pytest.raises(RuntimeError, match="0 stateful loaders"):
+        train_in_doubles(resume=tmp_path / "kept.ckpt", **plain)
+
+
+def test_what_is_left_out_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    weight = torch.ones(3, 2)
+    moments = {"step": torch.tensor(1.0), "exp_avg": torch.ones(3, 2), "stratagem_master": torch.ones(3, 2)}
+    rank = {"random": {"torch": torch.ones(4)}, "gradients": {"model.a": torch.ones(3, 2)}}
+    saved = {
+        "state_dict": {"model.a": weight, "model.b": weight},
+        "optimizer_states": [{"state": {0: moments}, "param_groups": [{"params": [0]}]}],
+        "lr_schedulers": [{"last_epoch": 1}],
+        "hyper_parameters": {"depth": 2},
+        "mine": [1],
+        "stratagem": {"optimizer_names": [["model.a"]], "ranks": [rank, rank]},
+    }
+    torch.save(saved, tmp_path / "x.ckpt")
+
+    def told(*words: str) -> list[str]:
+        assert main(["convert", str(tmp_path / "x.ckpt"), *words]) == 0
+        return capsys.readouterr().out.splitlines()[1:]
+
+    tied, trained = "1 tied name (model.b = model.a)", "state of 1 optimizer; exact weights of 1 parameter; "
+    ranks = "random states of 2 ranks; gradients of an open accumulation window"
+    assert told(str(tmp_path / "folder"), "--to=folder") == [
+        f"carried: {tied}; state of 1 optimizer; state of 1 learning-rate schedule; "
+        "hyper-parameters of the module; 'mine'",
+        f"carried, for stratagem's strategies alone: exact weights of 1 parameter; {ranks}",
+    ]
+    left_out = f"left out: {trained}state of 1 learning-rate schedule; "
+    assert told(str(tmp_path / "y.ckpt"), "--weights-only") == [
+        f"carried: {tied}; hyper-parameters of the module; 'mine'",
+        left_out + ranks,
+    ]
+    assert told(str(tmp_path / "hub"), "--to=safetensors") == [
+        f"carried: {tied}",
+        f"{left_out}hyper-parameters of the module; 'mine'; {ranks}; "
+        "config.json, which nothing here tells (--config-from names one)",
+    ]
 
 
 @pytest.mark.slow

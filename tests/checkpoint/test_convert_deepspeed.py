@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What DeepSpeed saved on two ranks is what DeepSpeed's own script finds in it, and what the run itself had."""
+"""What DeepSpeed saved on two ranks is what its own script finds in it, and a run goes on from it as DeepSpeed does."""
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,9 +16,9 @@ from torch import Tensor
 from stratagem.checkpoint import foreign_deepspeed
 from stratagem.checkpoint.convert import Settings, convert
 from stratagem.errors import CheckpointError
-from stratagem.measure import peak_rss
+from stratagem.models import CausalLM
 from stratagem.plugins.deepspeed.host import missing
-from tests.checkpoint.test_convert import assert_equal, contents, gpt, train
+from tests.checkpoint.test_convert import assert_equal, contents, gpt, loader, train
 
 pytestmark = pytest.mark.slow
 needs_deepspeed = pytest.mark.skipif(bool(missing()), reason="the extra deepspeed is not installed")
@@ -48,15 +47,46 @@ def moments(path: Path) -> dict[str, dict[str, Any]]:
     return {names[number]: entries for number, entries in state["state"].items()}
 
 
+def partly_frozen() -> CausalLM:
+    """Trained are a tied weight, with decay, and a norm, without."""
+    module = gpt(True, vocab_size=33)
+    module.model.blocks[0].requires_grad_(False)
+    return module
+
+
+def goes_on(source: Path, folder: Path, precision: str) -> None:
+    """One step more from the imported checkpoint, under ZeRO and in one process, is the step that DeepSpeed took."""
+    convert(folder / "later", folder / "expected", Settings(to="folder"))
+    expected, state = contents(folder / "expected"), moments(folder / "expected")
+    assert len(expected["optimizer_states"][0]["param_groups"]) == 2
+    assert expected["global_step"] == 3
+    settings = {"strategy": "zero_1", "devices": 2, "precision": precision}
+    train(partly_frozen(), folder / "x", ours=True, resume=folder / "folder", end=folder / "zero_1", **settings)
+    close = {"rtol": 1e-5, "atol": 1e-8} if precision == "32-true" else {"rtol": 2**-7, "atol": 1e-6}
+    found, mine = contents(folder / "zero_1"), moments(folder / "zero_1")
+    assert mine.keys() == state.keys()
+    for name, entries in state.items():
+        assert mine[name].keys() == entries.keys()
+        for key, value in entries.items():
+            torch.testing.assert_close(mine[name][key], value, **close, check_dtype=key != "step", msg=f"{name} {key}")
+    for name, value in expected["state_dict"].items():
+        torch.testing.assert_close(found["state_dict"][name], value, **close)
+    if precision == "32-true":  # where there are no exact weights beside, which a plain optimizer does not know
+        convert(source, folder / "one.ckpt")
+        rest, alone = loader(4, first=8), partly_frozen()
+        train(alone, folder / "x", ours=False, resume=folder / "one.ckpt", data=rest)
+        for name, value in expected["state_dict"].items():
+            torch.testing.assert_close(alone.state_dict()[name], value, **close)
+
+
 @needs_deepspeed
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
 def test_weights_masters_and_moments_of_every_stage(tmp_path: Path, stage: int, precision: str) -> None:
     """Tied (pain 55), sizes that two ranks do not divide, and a layer that is frozen."""
-    module = gpt(True, vocab_size=33)
-    module.model.blocks[0].requires_grad_(False)
-    source = tmp_path / "saved"
-    train(module, source, ours=False, strategy=f"deepspeed_zero_{stage}", devices=2, precision=precision)
+    module, source = partly_frozen(), tmp_path / "saved"
+    settings = {"strategy": f"deepspeed_zero_{stage}", "devices": 2, "precision": precision}
+    train(module, source, ours=False, end=tmp_path / "later", **settings)
     theirs = by_their_script(source, tmp_path / "theirs.pt")
     report = convert(source, tmp_path / "folder", Settings(to="folder"))
     convert(source, tmp_path / "exact.ckpt", Settings(weights_only=True, dtype=torch.float32))
@@ -76,57 +106,8 @@ def test_weights_masters_and_moments_of_every_stage(tmp_path: Path, stage: int, 
         assert entries["step"] == 2
         assert entries["exp_avg"].shape == exact[name].shape
         assert ("stratagem_master" in entries) is (precision == "bf16-true")
-    if precision == "32-true":  # what the same batches give without DeepSpeed, moments too
-        plain = gpt(True, vocab_size=33)
-        plain.model.blocks[0].requires_grad_(False)
-        train(plain, tmp_path / "ours", ours=True, strategy="ring_ddp", devices=2)
-        expected = moments(tmp_path / "ours")
-        for name, entries in expected.items():
-            for key, value in entries.items():
-                torch.testing.assert_close(mine[name][key], value, rtol=1e-4, atol=1e-7)
-        again = gpt(True, vocab_size=33)
-        again.model.blocks[0].requires_grad_(False)
-        train(again, tmp_path / "x", ours=True, resume=tmp_path / "folder", strategy="ring_ddp", devices=2)
-        for name, value in again.state_dict().items():
-            torch.testing.assert_close(value, plain.state_dict()[name], rtol=1e-4, atol=1e-6)
+    goes_on(source, tmp_path, precision)
     (gone,) = source.glob("checkpoint/*pp_rank_1*optim_states.pt")
     gone.unlink()
     with pytest.raises(CheckpointError, match="2 ranks wrote it; there are 1 files"):
         foreign_deepspeed.read(source)
-
-
-MEASURED = """
-import json, sys
-from pathlib import Path
-from stratagem.checkpoint.convert import Settings, convert
-from stratagem.measure import peak_rss
-source, target, to = sys.argv[1:]
-import torch
-torch.ones(4) + 1
-with peak_rss() as peak:
-    convert(Path(source), Path(target), Settings(to=to))
-print(json.dumps(peak.num_bytes))
-"""
-
-
-def test_memory_stays_bounded(tmp_path: Path) -> None:
-    """200 MiB in tensors of 8 MiB; a whole copy anywhere would be seen."""
-    try:
-        with peak_rss():
-            pass
-    except RuntimeError as error:
-        pytest.skip(str(error))
-    state = {f"model.{number}": torch.full((2**21,), float(number)) for number in range(25)}
-    torch.save({"state_dict": state}, tmp_path / "a.ckpt")
-    del state
-    ways = [("a.ckpt", "folder", "folder"), ("folder", "b.ckpt", "ckpt"), ("b.ckpt", "hub", "safetensors")]
-    for source, target, to in [*ways, ("hub", "c.ckpt", "ckpt")]:
-        words = [sys.executable, "-c", MEASURED, str(tmp_path / source), str(tmp_path / target), to]
-        done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=300)
-        peak = json.loads(done.stdout.splitlines()[-1])
-        print(f"{source} -> {target}: {peak / 2**20:.0f} MiB")
-        # A window of 32 MiB and a tensor on either side, and what is imported.
-        assert peak < 160 * 2**20, f"{source} -> {target}: {peak / 2**20:.0f} MiB"
-    last = torch.load(tmp_path / "c.ckpt", mmap=True)["state_dict"]
-    assert len(last) == 25
-    assert all(bool((tensor == float(name.removeprefix("model."))).all()) for name, tensor in last.items())

@@ -17,6 +17,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import glob
 import os
 import secrets
 import shutil
@@ -49,7 +50,7 @@ class Draft:
 
     def __init__(self, target: Path) -> None:
         self.target = target
-        self.folder = target.parent / f".{target.name}.tmp-{secrets.token_hex(4)}"
+        self.folder = _beside(target, "tmp")
         with reported("made", target):
             self.folder.mkdir(parents=True)
             self._lock = open(self.folder / _LOCK, "wb")  # noqa: SIM115  # held as long as the draft
@@ -138,9 +139,9 @@ def replace_folder(new: Path, target: Path) -> None:
 
 def remove(target: Path) -> None:
     """Removes a checkpoint such that no half of it keeps its name: first the name, then the files."""
-    if not target.exists():
+    if not os.path.lexists(target):
         return
-    doomed = target.parent / f".{target.name}.tmp-{secrets.token_hex(4)}"
+    doomed = _beside(target, "tmp")
     os.rename(target, doomed)
     _remove(doomed)
 
@@ -148,7 +149,8 @@ def remove(target: Path) -> None:
 def sweep(folder: Path) -> list[Path]:
     """Removes what saves left behind whose process died, in one folder; returns what it removed.
 
-    Drafts of processes that live, of whatever run, hold a lock and are left alone.
+    Drafts of processes that live, of whatever run, hold a lock and are left alone. What was moved aside goes when one
+    that is not older has its name again.
     """
     removed = []
     for orphan in folder.glob(".*.tmp-*"):
@@ -159,6 +161,11 @@ def sweep(folder: Path) -> list[Path]:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where the owner lives
             _remove(orphan)
             removed.append(orphan)
+    for path, age in ages(folder).items():
+        for old in folder.glob(f"{glob.escape(_veiled(path))}.old-*"):
+            if (_age(old) or (-1, 0.0)) <= (age or (-2, 0.0)):
+                _remove(old)
+                removed.append(old)
     return removed
 
 
@@ -200,9 +207,22 @@ def checksum(path: Path) -> int:
 
 
 def candidates(folder: Path) -> list[Path]:
-    """Every folder with a manifest, newest first by the step and the time that it states. Looks into `folder` only."""
-    found = [(_age(path.parent) or (-1, 0.0), path.parent) for path in _manifests(folder)]
-    return [path for _, path in sorted(found, key=lambda pair: pair[0], reverse=True)]
+    """Every folder with a manifest, newest first by the step and the time that it states. Looks into `folder` only.
+
+    A link to one of them (`last.ckpt`, of `save_last: link`) is a second name for it and is not listed.
+    """
+    known = ages(folder)
+    return sorted(known, key=lambda path: known[path] or (-1, 0.0), reverse=True)
+
+
+def ages(folder: Path) -> dict[Path, tuple[int, float] | None]:
+    """Of every folder with a manifest the step and the time that it states; None for one that cannot be read."""
+    real = folder.resolve()
+    return {
+        path.parent: _age(path.parent)
+        for path in _manifests(folder)
+        if not path.parent.is_symlink() or path.parent.resolve().parent != real
+    }
 
 
 def before(target: Path) -> list[Path]:
@@ -211,14 +231,34 @@ def before(target: Path) -> list[Path]:
     Args:
         target: a checkpoint, damaged or not.
     """
+    link = target.lstat().st_mtime if target.is_symlink() and not target.exists() else 0.0  # set before its commit
+    target = _without_link(target)
     mine = _age(target)
-    written = min((path.stat().st_mtime for path in target.glob("*") if path.is_file()), default=0.0)
+    written = min((path.stat().st_mtime for path in target.glob("*") if path.is_file()), default=link)
     found = []
     for path in candidates(target.parent):
         age = _age(path)
         if age is not None and path != target and (age <= mine if mine is not None else age[1] <= written):
             found.append(path)
     return found
+
+
+def _without_link(target: Path) -> Path:
+    """The folder that a name stands for, under the name of its parent's; also where the link leads nowhere."""
+    if not target.is_symlink():
+        return target
+    led = Path(os.path.normpath(target.parent / target.readlink()))
+    return led if led.parent == Path(os.path.normpath(target.parent)) else target
+
+
+def _beside(target: Path, why: str) -> Path:
+    """A hidden name beside a target. Underscores go: Lightning takes every name with `ckpt_` in it for a checkpoint of
+    a Slurm job, and the digits behind it for its number."""
+    return target.parent / f"{_veiled(target)}.{why}-{secrets.token_hex(4)}"
+
+
+def _veiled(target: Path) -> str:
+    return f".{target.name.replace('_', '-')}"
 
 
 def _manifests(folder: Path) -> list[Path]:
@@ -238,12 +278,12 @@ def _age(folder: Path) -> tuple[int, float] | None:
 def _take_name(new: Path, target: Path) -> Path | None:
     """Gives `new` the name `target`; returns where what had that name is now."""
     aside: Path | None = None
-    if not target.exists():
+    if not os.path.lexists(target):
         os.rename(new, target)
     elif _exchange(new, target):
         aside = new
     else:
-        aside = target.parent / f".{target.name}.old-{secrets.token_hex(4)}"
+        aside = _beside(target, "old")
         os.rename(target, aside)
         os.rename(new, target)
     sync_folder(target.parent)

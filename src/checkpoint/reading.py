@@ -25,6 +25,7 @@ class Reader:
 
     Args:
         folder: of the checkpoint.
+        owner: kept as long as this reader is: what the folder's life hangs on, where it is a temporary one.
 
     Attributes:
         manifest: what it holds.
@@ -33,8 +34,8 @@ class Reader:
         CheckpointError: there is no manifest, or it cannot be understood.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, owner: object = None) -> None:
+        self.folder, self._owner = folder, owner
         try:
             text = (folder / MANIFEST).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:

@@ -23,18 +23,20 @@ from pathlib import Path
 from typing import Any, Literal, final
 
 import torch
-from lightning.fabric.plugins import CheckpointIO
+from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from typing_extensions import override
 
-from stratagem.checkpoint import commit, dcp, tree
+from stratagem.checkpoint import commit, dcp, remote, tree
 from stratagem.checkpoint.manifest import OBJECTS, Manifest, Written
 from stratagem.checkpoint.parts import Part
-from stratagem.checkpoint.reading import Reader
+from stratagem.checkpoint.remote import Upload, is_remote
+from stratagem.checkpoint.retention import Retention
 from stratagem.checkpoint.writing import Choice, Stage, choose, write, write_object
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.strategy.crew import Alone, Crew
+from stratagem.strategy.opening import fetched_by_all, is_file, local_path, moved, open_folder, renamed, whole_one
 
 Verify = Literal["checksums", "sizes"]
 
@@ -51,9 +53,10 @@ Watcher = Callable[[Point, int, Path], None]
 @final
 @dataclass
 class _Job:
-    """What one rank has to persist."""
+    """What one rank has to persist; `draft` is rank 0's, `upload` every rank's where the target is in a store."""
 
-    draft: commit.Draft | None
+    draft: commit.Draft | Upload | None
+    upload: Upload | None
     target: Path
     folder: Path
     choices: Sequence[Choice]
@@ -66,43 +69,60 @@ class _Job:
 class FaultTolerantCheckpointIO(CheckpointIO):
     """Writes checkpoints that any strategy reads on any number of ranks; see the module's documentation.
 
-    A checkpoint is a folder. Put it into the Trainer's `plugins`, in Python or in a config:
+    Our strategies use it unless another plugin is given; under Lightning's own, or to set something, put it into the
+    Trainer's `plugins`, in Python or in a config:
 
         trainer:
-          plugins: stratagem.strategy.FaultTolerantCheckpointIO
+          plugins:
+            - class_path: stratagem.strategy.FaultTolerantCheckpointIO
+              init_args: {async_save: true}
 
-    `ckpt_path` takes such a folder, and plain `.ckpt` files still. `LightningModule.load_from_checkpoint` knows files
-    only: `stratagem convert FOLDER x.ckpt` makes one.
+    A checkpoint is a folder. `ckpt_path` and `LightningModule.load_from_checkpoint` take it under every strategy, and
+    plain `.ckpt` files still; `stratagem convert FOLDER x.ckpt` makes such a file. In a store that fsspec opens
+    (`s3://...`, `memory://...`) the manifest is the commit, with the limits that `stratagem.checkpoint.remote` states.
 
     Args:
         async_save: return as soon as the state was copied aside, and write in the background. A failure is raised at
             the next save or at the end of the run. Needs host memory for one copy of what a rank writes.
         verify: what is compared before a checkpoint is loaded: `checksums` reads every file once, shared by the ranks;
             `sizes` does not.
+        keep_last: of each folder that it saves into, checkpoints of so many steps are kept, the newest; all if left
+            out. What goes is removed after the commit; if the run dies in between, the next commit makes up for it. It
+            counts every checkpoint in the folder, so `ModelCheckpoint` has to leave the choice to it: `save_top_k: -1`.
+        keep_every: the first checkpoint at or past each multiple of so many steps is kept for good.
 
     Attributes:
         watcher: called at each `Point` of a save, in the thread that saves (`stratagem.testing.Faults`).
     """
 
-    def __init__(self, async_save: bool = False, verify: Verify = "checksums") -> None:
+    def __init__(
+        self,
+        async_save: bool = False,
+        verify: Verify = "checksums",
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+    ) -> None:
         if verify not in ("checksums", "sizes"):
             raise ConfigError(f"{verify!r}", where="verify", allowed="checksums, sizes")
         self._async, self._verify = async_save, verify
+        self._retention = Retention(keep_last, keep_every)
         self.watcher: Watcher | None = None
         self._crew: Crew = Alone()
         self._stage = Stage()
         self._thread: ThreadPoolExecutor | None = None
         self._flying: Future[None] | None = None
-        self._doomed: list[Path] = []
+        self._doomed: list[Path | str] = []
         self._swept: set[Path] = set()
 
     def __getstate__(self) -> dict[str, Any]:
         """Without thread and memory, for launchers that copy a Trainer."""
-        return {"_async": self._async, "_verify": self._verify}
+        return {
+            "settings": (self._async, self._verify, self._retention.keep_last, self._retention.keep_every),
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """As new."""
-        self.__init__(state["_async"], state["_verify"])  # type: ignore[misc]
+        self.__init__(*state["settings"])  # type: ignore[misc]
 
     # -- who saves -------------------------------------------------------------------------------------------------
 
@@ -156,9 +176,12 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         """
         if storage_options is not None:
             raise CheckpointError("there are no storage options", where="save_checkpoint", do="leave them out")
-        target = _local(path)
+        if is_remote(path) and self._retention.keep_last is not None:
+            raise CheckpointError(
+                "only in local folders is it known what may go", where="keep_last", do=f"leave it out for {path}"
+            )
         self.settle()
-        job = self._prepare(checkpoint, target)
+        job = self._prepare(checkpoint, path)
         if self._async:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
             self._flying = self._thread.submit(self._persist, job)
@@ -179,12 +202,13 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             finally:
                 self._end_thread()
         for folder in doomed:
-            commit.remove(folder)
+            _remove(folder)
 
-    def _prepare(self, checkpoint: dict[str, Any], target: Path) -> _Job:
+    def _prepare(self, checkpoint: dict[str, Any], path: Any) -> _Job:
+        target, in_store = local_path(path), is_remote(path)
         crew, extra = self._crew, dict(checkpoint.get("stratagem", {}))
         own, mine = tree.take_apart(extra.pop("rank", None), lambda _, tensor: Part.whole(tensor), ("rank", crew.rank))
-        rest, parts = tree.take_apart(_renamed({**checkpoint, "stratagem": extra}, to_names=True), self._part_of)
+        rest, parts = tree.take_apart(renamed({**checkpoint, "stratagem": extra}, to_names=True), self._part_of)
         aliases = tree.tied(checkpoint.get(tree.STATE, {}))
         parts.update(mine)
         choices = choose({name: part for name, part in parts.items() if name not in aliases})
@@ -192,20 +216,15 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             choices = self._stage.take(choices)
         step = int(checkpoint.get("global_step", -1))
         self._at("staged", step, target)
-        draft: commit.Draft | None = None
-        refusal: CheckpointError | None = None
-        if crew.rank == 0:
-            try:
-                if target.parent.exists() and target.parent not in self._swept:
-                    self._swept.add(target.parent)
-                    commit.sweep(target.parent)
-                draft = commit.Draft(target)
-            except CheckpointError as error:
-                refusal = error
-        words = crew.gather_objects((draft.folder if draft is not None else target, refusal, own))
+        draft, refusal = self._begin(path) if crew.rank == 0 else (None, None)
+        place = draft.within if isinstance(draft, Upload) else draft.folder if draft is not None else target
+        words = crew.gather_objects((place, refusal, own))
         folder, refusal, _ = words[0]
         if refusal is not None:
             raise refusal
+        upload = draft if isinstance(draft, Upload) else Upload(str(path), within=folder) if in_store else None
+        if upload is not None:
+            folder = upload.folder
         if isinstance(rest, dict):
             rest["stratagem"]["ranks"] = [each for *_, each in words if each is not None]
         about = {
@@ -218,7 +237,20 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             **{key: value for key, value in extra.items() if isinstance(value, str | int | float)},
         }
         self._at("drafted", step, folder)
-        return _Job(draft, target, folder, choices, rest, aliases, about, step)
+        return _Job(draft, upload, target, folder, choices, rest, aliases, about, step)
+
+    def _begin(self, path: Any) -> tuple[commit.Draft | Upload | None, CheckpointError | None]:
+        """The draft, or why there can be none. Rank 0 alone."""
+        target = local_path(path)
+        try:
+            if is_remote(path):
+                return Upload(str(path)), None
+            if target.parent.exists() and target.parent not in self._swept:
+                self._swept.add(target.parent)
+                commit.sweep(target.parent)
+            return commit.Draft(target), None
+        except CheckpointError as error:
+            return None, error
 
     def _part_of(self, path: tree.Path, tensor: Tensor) -> Part | None:
         """Replicas of the model's and the optimizers' state share the work; of all else rank 0's counts."""
@@ -228,6 +260,13 @@ class FaultTolerantCheckpointIO(CheckpointIO):
 
     def _persist(self, job: _Job) -> None:
         """Collective, on the thread: see Note [one thread talks]."""
+        try:
+            self._write_and_commit(job)
+        finally:
+            if job.upload is not None:
+                job.upload.close()
+
+    def _write_and_commit(self, job: _Job) -> None:
         crew, failure = self._crew, None
         written = Written({}, {})
         try:
@@ -236,6 +275,9 @@ class FaultTolerantCheckpointIO(CheckpointIO):
                 if crew.rank == 0:
                     objects = write_object(job.folder / OBJECTS, job.objects)
                     written = Written(written.entries, {**written.files, OBJECTS: objects})
+                if job.upload is not None:
+                    for name in written.files:
+                        job.upload.send(name)
                 self._at("written", job.step, job.folder)
         except Exception as error:
             failure = _as_refusal(error, job.target)
@@ -257,12 +299,17 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             raise CheckpointError(text, where=str(job.target), do=remedy)
         self._at("settled", job.step, job.folder)
 
-    def _commit(self, job: _Job, draft: commit.Draft, parts: Sequence[Written]) -> None:
+    def _commit(self, job: _Job, draft: commit.Draft | Upload, parts: Sequence[Written]) -> None:
         manifest = Manifest.join(parts, job.aliases, job.about)
         dcp.write_metadata(job.folder, manifest)
         self._at("described", job.step, job.folder)
         draft.commit(manifest, lambda point, folder: self._at(point, job.step, folder))
         self._at("committed", job.step, job.target)
+        for old in self._retention.superfluous(job.target, job.step):
+            try:
+                commit.remove(old)
+            except OSError as error:  # the save itself has succeeded
+                rank_zero_warn(f"{old} cannot be removed: {error.strerror}")
 
     def _at(self, point: Point, step: int, folder: Path) -> None:
         if self.watcher is not None:
@@ -281,16 +328,16 @@ class FaultTolerantCheckpointIO(CheckpointIO):
     def load_checkpoint(
         self, path: Any, map_location: Any | None = None, weights_only: bool | None = None
     ) -> dict[str, Any]:
-        """As Lightning's: every tensor whole. A plain `.ckpt` file is read too.
+        """As Lightning's: every tensor whole. A plain `.ckpt` file is read too, wherever Lightning can read one.
 
         Raises:
             CheckpointError: there is no whole checkpoint at the path or before it.
         """
-        folder = _local(path)
-        if folder.is_file():
-            found: dict[str, Any] = torch.load(folder, map_location=map_location or "cpu", weights_only=weights_only)
-            return found
-        return {key: tree.whole(value) for key, value in self.open_checkpoint(folder, weights_only).items()}
+        if is_file(path):
+            theirs: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location or "cpu", weights_only)
+            return theirs
+        found = self.open_checkpoint(path, weights_only)
+        return {key: moved(tree.whole(value), map_location) for key, value in found.items()}
 
     def open_checkpoint(self, path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """The checkpoint with tensors that are read when they are asked for. Every rank of the crew calls it.
@@ -298,45 +345,23 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         Raises:
             CheckpointError: there is no whole checkpoint at the path or before it.
         """
-        reader = Reader(self._choose(_local(path)))
-        rest = torch.load(reader.folder / OBJECTS, map_location="cpu", weights_only=weights_only)
-        found: dict[str, Any] = tree.put_together(rest, lambda name: tree.Stored(reader, name))
-        if tree.STATE in found:
-            found[tree.STATE] = tree.StoredState(found[tree.STATE])
-        return _renamed(found, to_names=False)
-
-    def _choose(self, folder: Path) -> Path:
-        """The newest whole checkpoint that is not newer than the one asked for; every rank chooses the same."""
-        crew, deep = self._crew, self._verify == "checksums"
-        for candidate in self._agreed(folder):
-            mine = commit.faults(candidate, crew.rank, crew.size, deep=deep)
-            found = list(dict.fromkeys(fault for faults in crew.gather_objects(mine) for fault in faults))
-            if not found:
-                if candidate != folder:
-                    rank_zero_warn(f"Resuming from {candidate} instead.")
-                return candidate
-            rank_zero_warn(f"{candidate} is damaged: {'; '.join(found[:3])}")
-        raise CheckpointError(
-            "there is no whole checkpoint, here or before it",
-            where=str(folder),
-            do="name another one, or start anew",
-        )
-
-    def _agreed(self, folder: Path) -> list[Path]:
-        """What to try, in order: rank 0 looks."""
-        found: list[str] = []
-        if self._crew.rank == 0:
-            found = [str(each) for each in (folder, *commit.before(folder))] if folder.exists() else []
-        return [Path(each) for each in self._crew.broadcast_object(found)]
+        if is_remote(path):
+            folder, owner = fetched_by_all(str(path), self._crew)
+            return open_folder(folder, weights_only, owner)
+        return open_folder(whole_one(local_path(path), self._crew, self._verify == "checksums"), weights_only)
 
     @override
     def remove_checkpoint(self, path: Any) -> None:
         """Removes a checkpoint, but not before the save in flight is known to be committed."""
-        folder = _local(path)
+        folder = str(path) if is_remote(path) else local_path(path)
         if self._flying is not None:  # even if it is over: it may have failed, and then this one is needed
             self._doomed.append(folder)
         else:
-            commit.remove(folder)
+            _remove(folder)
+
+
+def _remove(folder: Path | str) -> None:
+    remote.remove(folder) if isinstance(folder, str) else commit.remove(folder)
 
 
 def _as_refusal(error: Exception, target: Path) -> CheckpointError:
@@ -345,22 +370,3 @@ def _as_refusal(error: Exception, target: Path) -> CheckpointError:
     if isinstance(error, OSError):
         return commit.refusal("written", target, error)
     return CheckpointError(f"{type(error).__name__}: {error}", where=str(target))
-
-
-def _local(path: Any) -> Path:
-    text = str(path)
-    if "://" in text and not text.startswith("file://"):
-        raise CheckpointError(
-            "only local folders can be committed in one step", where=text, do="save to a local or mounted folder"
-        )
-    return Path(text.removeprefix("file://"))
-
-
-def _renamed(checkpoint: dict[str, Any], *, to_names: bool) -> dict[str, Any]:
-    """The optimizers' state under the names of parameters where they are known (positions change, names do not), or
-    back."""
-    states = checkpoint.get(tree.OPTIMIZERS)
-    if states is None:
-        return checkpoint
-    names = checkpoint.get("stratagem", {}).get("optimizer_names")
-    return {**checkpoint, tree.OPTIMIZERS: tree.renamed_state(states, names, to_names=to_names)}

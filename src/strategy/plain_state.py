@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """State is always what one process would have: how a strategy's state goes into a checkpoint and comes out of it.
 
-With Lightning's own checkpoint plugin the state is put together whole on rank 0. With `FaultTolerantCheckpointIO` every
-rank states the parts that it holds, under the names and shapes of the plain module, and reads back the parts that it
-wants: nothing is whole anywhere.
+With `FaultTolerantCheckpointIO`, which is there unless the user gave another plugin, every rank states the parts that
+it holds, under the names and shapes of the plain module, and reads back the parts that it wants: nothing is whole
+anywhere. With Lightning's own plugin the state is put together whole on rank 0.
 
 Note [who asks]: Lightning asks for the same state to save it and for other ends (the weights that a forked rank sends
 home, a moving average). Only a save can use parts; so Lightning's function that composes a checkpoint is replaced, on
 the one instance and until teardown, by one that says so first. `on_save_checkpoint` sees `Part`s where a rank has no
 more.
+
+Note [on the failing path]: a checkpoint that is taken when this rank has failed (`OnExceptionCheckpoint`) cannot count
+on the others. Rank 0 alone puts it together, as it does with Lightning's plugin, and writes it.
 
 Note [an open window]: a checkpoint may be taken between two micro-batches of a window. Gradients that are not averaged
 yet are saved per rank; on as many ranks each gets its own back, bit for bit, and on another number of ranks every one
@@ -24,11 +27,11 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from lightning.fabric.plugins import CheckpointIO
 from lightning.pytorch.core.optimizer import LightningOptimizer
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -36,8 +39,8 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stratagem.checkpoint import tree
-from stratagem.checkpoint.manifest import MANIFEST
 from stratagem.strategy.checkpoint_io import FaultTolerantCheckpointIO
+from stratagem.strategy.opening import is_file, is_ours
 from stratagem.technique import Context, DataTechnique
 
 EXTRA = "stratagem"
@@ -60,6 +63,17 @@ class PlainState(ParallelStrategy, ABC):
     # -- who writes ------------------------------------------------------------------------------------------------
 
     @property
+    @override
+    def checkpoint_io(self) -> CheckpointIO:
+        if self._checkpoint_io is None:
+            self._checkpoint_io = FaultTolerantCheckpointIO()
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: CheckpointIO) -> None:
+        self._checkpoint_io = io
+
+    @property
     def _by_parts(self) -> FaultTolerantCheckpointIO | None:
         """The checkpoint plugin, if every rank writes its own part with it."""
         found = self.checkpoint_io
@@ -75,13 +89,18 @@ class PlainState(ParallelStrategy, ABC):
         theirs = connector.dump_checkpoint
 
         def dump_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:  # see Note [who asks]
-            self._composing = True
+            self._composing = not self._interrupted
             try:
                 return theirs(*args, **kwargs)
             finally:
                 self._composing = False
 
         connector.dump_checkpoint = dump_checkpoint  # type: ignore[method-assign]
+
+    @property
+    def _interrupted(self) -> bool:
+        """See Note [on the failing path]."""
+        return self.lightning_module is not None and self.lightning_module.trainer.interrupted
 
     def _leave_crew(self, failed: bool) -> None:
         """Waits for the save in flight, or on the failing path for nobody. Collective if not `failed`."""
@@ -117,6 +136,10 @@ class PlainState(ParallelStrategy, ABC):
             super().save_checkpoint(checkpoint, filepath, storage_options)
             if self._by_parts is not None:
                 self._by_parts.settle()  # nobody else will wait for it
+            return
+        if self._interrupted:
+            if self.is_global_zero:
+                FaultTolerantCheckpointIO().save_checkpoint(checkpoint, filepath, storage_options)
             return
         checkpoint = {**checkpoint, EXTRA: self._extra()}
         self._by_parts.save_checkpoint(checkpoint, filepath, storage_options)
@@ -157,10 +180,10 @@ class PlainState(ParallelStrategy, ABC):
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Every rank calls it; of a folder each reads what it needs of it, when it needs it, whatever the plugin."""
         io = self._by_parts
-        if io is None and self.context is not None and (Path(str(checkpoint_path)) / MANIFEST).is_file():
+        if io is None and self.context is not None and is_ours(checkpoint_path):
             io = FaultTolerantCheckpointIO()
             io.join(self.context.communicator(*self.context.shape.sizes))
-        if io is None or not _is_folder(checkpoint_path):
+        if io is None or is_file(checkpoint_path):
             return super().load_checkpoint(checkpoint_path, weights_only)
         checkpoint = io.open_checkpoint(checkpoint_path, weights_only)
         ranks = checkpoint.get(EXTRA, {}).get("ranks", [])
@@ -257,7 +280,3 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def _is_folder(path: Any) -> bool:
-    return not Path(str(path)).is_file()

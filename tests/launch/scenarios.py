@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 
 from stratagem.errors import ConfigError, RankError
 from stratagem.models import GPT, CausalLM, GPTConfig, TextData
-from stratagem.strategy import launcher
+from stratagem.strategy import FaultTolerantCheckpointIO, launcher
 from tests.launch.kit import MARK, History, Model, fail, processes, trainer
 
 SCENARIOS: dict[str, Callable[[], Any]] = {}
@@ -133,7 +133,8 @@ def saves_on_exception() -> Any:
     with tempfile.TemporaryDirectory() as folder:
         saving = OnExceptionCheckpoint(folder)
         result = fail(lambda: None, callbacks=[Fails(), saving], enable_checkpointing=True, default_root_dir=folder)
-        result["saved"] = torch.load(saving.ckpt_path, weights_only=True)["global_step"]
+        saved = FaultTolerantCheckpointIO().load_checkpoint(saving.ckpt_path, weights_only=True)
+        result["saved"] = saved["global_step"]
         result["hooks"] = sorted(path.name for path in Path(folder).glob("hook*"))
         return result
 
@@ -166,7 +167,7 @@ def comes_home() -> Any:
         )
         before = model.layer.weight.detach().clone()
         run.fit(model)
-        saved = torch.load(checkpoint.best_model_path, weights_only=True)["state_dict"]
+        saved = FaultTolerantCheckpointIO().load_checkpoint(checkpoint.best_model_path, weights_only=True)["state_dict"]
         result: dict[str, Any] = {
             "moved": bool((model.layer.weight != before).any()),
             "as_saved": all(torch.equal(saved[name], value) for name, value in model.state_dict().items()),

@@ -9,6 +9,8 @@ processes, and nobody always comes first, so a machine that slows down slows the
     deepspeed_zero_S      DeepSpeed's stage S on Gloo, with the module's own torch optimizer
     ddp+redundancy        Lightning's ddp and torch's ZeroRedundancyOptimizer, which shards as stage 1 does
     fsdp2                 torch's `fully_shard` around each block and the whole, in a plain loop without Lightning
+    compute               no strategy: each rank's own forward, backward and half of the optimizer's work in a plain
+                          loop, with nothing sent. Nobody can be faster, so it says where a claim is out of reach
 
 A contender whose package is missing is left out, and the run says so.
 """
@@ -39,6 +41,7 @@ from stratagem.models import GPT, OptimizerSettings
 from stratagem.testing import peak_rss, run_ranks
 
 RANKS = 2
+FLOOR = "compute"
 TWINS = {f"zero_{stage}": f"deepspeed_zero_{stage}" for stage in (1, 2, 3)}
 BOUNDS: tuple[tuple[str, str, str, float], ...] = (
     *(("step", ours, theirs, 0.65 if ours == "zero_3" else 0.6) for ours, theirs in TWINS.items()),
@@ -63,21 +66,47 @@ class RedundancyFree(Batches):
 
 
 def train_fsdp2(load: Load, steps: int) -> dict[str, Any]:
-    """One rank's run of FSDP2 as its users write it: shard each block, then the whole; a plain loop."""
+    """One rank's run of FSDP2 as its users write it: shard each block, then the whole."""
+
+    def sharded(module: Batches) -> Optimizer:
+        mesh = init_device_mesh("cpu", (RANKS,))
+        for block in module.model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(module.model, mesh=mesh)
+        return OptimizerSettings().build(module)
+
+    return _loop(load, steps, sharded)
+
+
+def train_alone(load: Load, steps: int) -> dict[str, Any]:
+    """One rank's share of the work, without the other ranks."""
+
+    def half(module: Batches) -> Optimizer:
+        optimizer, left = OptimizerSettings().build(module), sum(p.numel() for p in module.parameters()) // RANKS
+        for group in optimizer.param_groups:
+            mine = []
+            for parameter in group["params"]:
+                if left > 0:
+                    mine.append(parameter)
+                left -= parameter.numel()
+            group["params"] = mine
+        return optimizer
+
+    return _loop(load, steps, half)
+
+
+def _loop(load: Load, steps: int, prepare: Callable[[Batches], Optimizer]) -> dict[str, Any]:
+    """A plain loop, without Lightning; `prepare` changes the module and builds its optimizer."""
     torch.manual_seed(0)
     module = Batches(GPT(CONFIG))
     num_parameters = sum(p.numel() for p in module.parameters())
     tokens = torch.randint(CONFIG.vocab_size, (load.batch * (steps + WARM_UP + 1), load.length + 1))
-    mesh = init_device_mesh("cpu", (RANKS,))
     starts: list[float] = []
     with peak_rss() as peak:
-        for block in module.model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(module.model, mesh=mesh)
-        optimizer = OptimizerSettings().build(module)
+        optimizer = prepare(module)
         for batch in tokens.split(load.batch):
             starts.append(time.perf_counter())
-            optimizer.zero_grad()
+            module.zero_grad()
             module.training_step([batch[:, :-1], batch[:, 1:]], 0).backward()
             optimizer.step()
     pairs = zip(starts[WARM_UP:], starts[WARM_UP + 1 :], strict=False)
@@ -100,9 +129,9 @@ def contenders(load: Load, steps: int) -> dict[str, Callable[[], list[dict[str, 
         names += TWINS.values()
     found = {name: lightning(name) for name in names}
     found["ddp+redundancy"] = lightning("ddp", RedundancyFree)
-    found["fsdp2"] = functools.partial(
-        run_ranks, RANKS, train_fsdp2, {"load": load, "steps": steps}, deadline=timedelta(minutes=5)
-    )
+    for name, body in (("fsdp2", train_fsdp2), (FLOOR, train_alone)):
+        arguments = {"load": load, "steps": steps}
+        found[name] = functools.partial(run_ranks, RANKS, body, arguments, deadline=timedelta(minutes=5))
     return found
 
 
@@ -141,7 +170,10 @@ def show(result: dict[str, Any], console: Console) -> None:
         found = {"step": step, "peak": peak}[what]
         if ours in found and theirs in found:
             ratio = found[ours] / found[theirs]
-            console.print(f"{what:4} {ours} / {theirs}: {ratio:.2f}, claimed {bound:.2f}: {_word(ratio <= bound)}")
+            word = _word(ratio <= bound)
+            if ratio > bound and what == "step" and FLOOR in step and step[FLOOR] > bound * step[theirs]:
+                word += f" (nobody's could: {FLOOR} alone is {step[FLOOR] / step[theirs]:.2f} of {theirs})"
+            console.print(f"{what:4} {ours} / {theirs}: {ratio:.2f}, claimed {bound:.2f}: {word}")
     console.print()
 
 

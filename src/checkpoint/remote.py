@@ -26,7 +26,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, final
 
-from fsspec.core import url_to_fs
+from fsspec.core import url_to_fs  # type: ignore[import-untyped]  # it has no annotations
 
 from stratagem.checkpoint.commit import write_text
 from stratagem.checkpoint.manifest import MANIFEST, METADATA, Manifest

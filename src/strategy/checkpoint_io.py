@@ -334,7 +334,8 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             CheckpointError: there is no whole checkpoint at the path or before it.
         """
         if is_file(path):
-            theirs: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, map_location or "cpu", weights_only)
+            where: Any = map_location or "cpu"
+            theirs: dict[str, Any] = TorchCheckpointIO().load_checkpoint(path, where, weights_only)
             return theirs
         found = self.open_checkpoint(path, weights_only)
         return {key: moved(tree.whole(value), map_location) for key, value in found.items()}

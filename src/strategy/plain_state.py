@@ -54,6 +54,7 @@ class PlainState(ParallelStrategy, ABC):
     _random_state: Mapping[str, Any] | None = None
     _window: Mapping[str, Any] | None = None
     _composing = False
+    _connector: Any = None
 
     @property
     @abstractmethod
@@ -85,7 +86,7 @@ class PlainState(ParallelStrategy, ABC):
             return
         self._by_parts.join(self.context.communicator(*self.context.shape.sizes, lane="checkpoint"))
         assert self.lightning_module is not None
-        connector = self.lightning_module.trainer._checkpoint_connector
+        connector = self._connector = self.lightning_module.trainer._checkpoint_connector
         theirs = connector.dump_checkpoint
 
         def dump_checkpoint(*args: Any, **kwargs: Any) -> dict[str, Any]:  # see Note [who asks]
@@ -100,14 +101,14 @@ class PlainState(ParallelStrategy, ABC):
     @property
     def _interrupted(self) -> bool:
         """See Note [on the failing path]."""
-        return self.lightning_module is not None and self.lightning_module.trainer.interrupted
+        return self._connector is not None and self._connector.trainer.interrupted
 
     def _leave_crew(self, failed: bool) -> None:
         """Waits for the save in flight, or on the failing path for nobody. Collective if not `failed`."""
-        if self._by_parts is None:
+        if self._by_parts is None or self._connector is None:  # the process that started the ranks joins none
             return
-        if self.lightning_module is not None:
-            self.lightning_module.trainer._checkpoint_connector.__dict__.pop("dump_checkpoint", None)
+        self._connector.__dict__.pop("dump_checkpoint", None)
+        self._connector = None
         self._by_parts.abandon() if failed else self._by_parts.leave()
 
     # -- out -------------------------------------------------------------------------------------------------------

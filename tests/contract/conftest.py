@@ -17,6 +17,10 @@ _DEEPSPEED = (("test_parity[groups_and_schedule-", "2ranks"),)
 """Parts of the names of the items that DeepSpeed's stages run by default."""
 
 
+_TENSOR = ("test_parity[gpt_tied-", "test_a_rank_that_is_killed")
+"""Parts of the names of the items that tensor parallelism runs by default, on 2 ranks."""
+
+
 def _is_exhaustive(item: pytest.Item) -> bool:
     """The larger gangs of what is not ours, and a variant of what is held to the whole contract by its default."""
     is_larger = any(size in item.name for size in ("3ranks", "4ranks"))
@@ -32,6 +36,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.slow)
         if "test_contract_ddp.py" in item.nodeid and not any(part in item.name for part in _DDP):
             item.add_marker(pytest.mark.slow)
+        if "test_contract_tensor.py" in item.nodeid:
+            by_default = "TestWhole" in item.nodeid and "2ranks" in item.name
+            if not by_default or not any(part in item.name for part in _TENSOR):
+                item.add_marker(pytest.mark.exhaustive if "TestWhole" not in item.nodeid else pytest.mark.slow)
         if _is_exhaustive(item):
             item.add_marker(pytest.mark.exhaustive)
         if "test_contract_deepspeed.py" in item.nodeid and not any(

@@ -1,0 +1,317 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a plan to cuts: which layer is cut how, as frozen data, or the reason why it cannot be. Nothing is changed here.
+
+    plan     {"blocks.*.ffn.up_proj": "colwise", ...}
+    cuts     [Cut("blocks.0.ffn.up_proj", "column", ((0, 64), (64, 128))), ...]
+
+Note [tied weights]: a weight that two layers share is cut once. If the plan names one of them, the other is cut along:
+an embedding by tokens, a linear layer by output features that are put together.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, final
+
+from torch import nn
+
+from stratagem.errors import PlanError
+from stratagem.plan import Plan
+from stratagem.plugins.tensor.functions import Span, spans
+from stratagem.plugins.tensor.heads import Illegal, cut_columns, even
+from stratagem.plugins.tensor.layers import Output
+from stratagem.plugins.tensor.settings import STYLES, TensorSettings
+
+Kind = Literal["column", "shared", "row", "vocab", "wide", "sequence", "summed"]
+
+_GATHERED = ("colwise_gather_output", "colwise_rep")
+_SPLITTING = ("rowwise_split_input", "rowwise_rep")
+_LARGEST = 64
+"""Degrees up to this one are tried to name a legal one."""
+
+
+@final
+@dataclass(frozen=True)
+class Cut:
+    """What is done with one layer.
+
+    Args:
+        name: the layer's.
+        kind: `column`, `shared`, `row`, `vocab`, `wide`: see `layers`. `sequence`: parameters whole, it sees a share of
+            the sequence. `summed`: parameters whole, it sees some heads. Gradients of both are summed over the axis.
+        spans: every rank's span of the dim that is cut.
+        output: of a column layer.
+        splits: whether a row layer's input is whole.
+    """
+
+    name: str
+    kind: Kind
+    spans: tuple[Span, ...] = ()
+    output: Output = "cut"
+    splits: bool = False
+
+
+@final
+@dataclass(frozen=True)
+class Heads:
+    """What an attention module's counts become: in all, and by rank.
+
+    Args:
+        name: the module's.
+        size: features of a head.
+        queries: query heads in all, then by rank.
+        keys: key and value heads, the same.
+    """
+
+    name: str
+    size: int
+    queries: tuple[int, tuple[int, ...]]
+    keys: tuple[int, tuple[int, ...]]
+
+
+@final
+@dataclass(frozen=True)
+class Cuts:
+    """All that is done with a module.
+
+    Args:
+        layers: in the order of the module.
+        heads: attention modules whose counts change.
+        sequence: whether the sequence is cut between blocks.
+        whole: parameters that stay whole on every rank.
+    """
+
+    layers: tuple[Cut, ...]
+    heads: tuple[Heads, ...]
+    sequence: bool
+    whole: tuple[str, ...]
+
+
+def plan_cuts(module: nn.Module, plan: Plan, degree: int, settings: TensorSettings = TensorSettings()) -> Cuts:
+    """How `plan` cuts `module` over `degree` ranks. Pure.
+
+    Raises:
+        PlanError: it cannot; names the layer, the reason and the nearest legal degrees.
+    """
+    try:
+        return _plan(module, plan, degree, settings)
+    except Illegal as error:
+        legal = [n for n in range(1, _LARGEST + 1) if n != degree and _is_legal(module, plan, n, settings)]
+        below, above = [n for n in legal if n < degree][-1:], [n for n in legal if n > degree][:1]
+        raise PlanError(
+            error.what,
+            where=error.where,
+            allowed=" or ".join(f"tp={n}" for n in (*below, *above)) or "no degree",
+            do="change tp, set tensor.uneven: true, or take the layer out by tensor.plan: {...: replicate}",
+        ) from error
+
+
+def _is_legal(module: nn.Module, plan: Plan, degree: int, settings: TensorSettings) -> bool:
+    try:
+        _plan(module, plan, degree, settings)
+    except (Illegal, PlanError):
+        return False
+    return True
+
+
+def _plan(module: nn.Module, plan: Plan, degree: int, settings: TensorSettings) -> Cuts:
+    modules = dict(module.named_modules())
+    styles = _with_tied(_styles(module, modules, plan, settings), modules)
+    sequence = _cuts_sequence(styles, settings)
+    by_parent: dict[str, dict[str, str]] = defaultdict(dict)
+    found: dict[str, Cut] = {}
+    for name, style in styles.items():
+        layer = modules[name]
+        if style in ("colwise", "rowwise"):
+            by_parent[name.rpartition(".")[0]][name] = style
+            _check_linear(layer, name)
+        elif style in _GATHERED:
+            _check_linear(layer, name)
+            output: Output = "whole" if any(part.isdigit() for part in name.split(".")) else "lazy"
+            along = even(_features(layer)[0], degree, 1, name, uneven=True)
+            found[name] = Cut(name, "column", along, output=output)
+        elif style in _SPLITTING:
+            _check_linear(layer, name)
+            along = even(_features(layer)[1], degree, 1, name, uneven=True)
+            found[name] = Cut(name, "row", along, splits=True)
+        elif style in ("embedding_rowwise", "embedding_colwise"):
+            found[name] = _embedding(layer, name, style, degree)
+        elif style == "replicated_with_grad_allreduce":
+            found[name] = Cut(name, "summed")
+        elif style == "sequence_parallel" and sequence:
+            found[name] = Cut(name, "sequence")
+    heads = []
+    for parent, members in by_parent.items():
+        cuts, counts = _siblings(modules, parent, members, degree, settings)
+        found.update({cut.name: cut for cut in cuts})
+        heads += counts
+    cut_layers = tuple(found[name] for name in styles if name in found)
+    return Cuts(cut_layers, tuple(heads), sequence, _whole(module, cut_layers))
+
+
+def _styles(
+    module: nn.Module, modules: Mapping[str, nn.Module], plan: Plan, settings: TensorSettings
+) -> dict[str, str]:
+    """The style of every layer that the plan names, in the order of the module."""
+    found = {}
+    for name in modules:
+        style = plan.style_of(name) if name else None
+        if style is not None:
+            if style not in STYLES:
+                raise PlanError(f"the style {style!r} is not supported", where=name, allowed=", ".join(STYLES))
+            found[name] = style
+    for name, _ in module.named_parameters():
+        style = plan.style_of(name)
+        if style not in (None, "replicate"):
+            raise PlanError(
+                f"the style {style!r} of a parameter that is no layer's weight is not supported",
+                where=name,
+                allowed="styles of layers",
+                do="take it and its module out by tensor.plan: {...: replicate}",
+            )
+    return found
+
+
+def _cuts_sequence(styles: Mapping[str, str], settings: TensorSettings) -> bool:
+    named = "sequence_parallel" in styles.values()
+    if settings.sequence_parallel == "on" and not named:
+        raise PlanError(
+            "the plan does not say which layers see a share of the sequence",
+            where="tensor.sequence_parallel",
+            allowed="on for plans that name every norm of the residual stream `sequence_parallel`",
+            do="name them in tensor.plan, or set sequence_parallel: auto",
+        )
+    return named and settings.sequence_parallel != "off"
+
+
+def _with_tied(styles: dict[str, str], modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """See Note [tied weights]."""
+    owners: dict[int, list[str]] = defaultdict(list)
+    for name, layer in modules.items():
+        for parameter in layer._parameters.values():
+            if parameter is not None:
+                owners[id(parameter)].append(name)
+    for names in owners.values():
+        cut = [name for name in names if styles.get(name, "replicate") not in ("replicate", "sequence_parallel")]
+        for name in names if cut else ():
+            if name in cut:
+                continue
+            if isinstance(modules[name], nn.Embedding):
+                styles[name] = "embedding_rowwise"
+            elif isinstance(modules[name], nn.Linear):
+                styles[name] = "colwise_gather_output"
+            else:
+                raise PlanError(f"its weight is that of {cut[0]}, which is cut", where=name, do="replicate both")
+    return {name: styles[name] for name in modules if name in styles}
+
+
+def _siblings(
+    modules: Mapping[str, nn.Module], parent: str, members: Mapping[str, str], degree: int, settings: TensorSettings
+) -> tuple[list[Cut], list[Heads]]:
+    """The column and row layers of one module."""
+    columns = {name: _features(modules[name])[0] for name, style in members.items() if style == "colwise"}
+    rows = {name: _features(modules[name])[1] for name, style in members.items() if style == "rowwise"}
+    of_columns, of_rows, head = cut_columns(modules[parent], columns, rows, degree, uneven=settings.uneven)
+    cuts = [Cut(n, "shared" if c.shared else "column", c.spans) for n, c in of_columns.items()]
+    cuts += [Cut(name, "row", along) for name, along in of_rows.items()]
+    if head == 1 or not of_columns:
+        return cuts, []
+
+    def count(name: str) -> tuple[int, tuple[int, ...]]:
+        return columns[name] // head, tuple((b - a) // head for a, b in of_columns[name].spans)
+
+    ordered = sorted(columns, key=columns.__getitem__)
+    return cuts, [Heads(parent, head, count(ordered[-1]), count(ordered[0]))]
+
+
+def _embedding(layer: nn.Module, name: str, style: str, degree: int) -> Cut:
+    if not isinstance(layer, nn.Embedding):
+        raise PlanError(f"{type(layer).__name__} is no embedding", where=name, allowed="nn.Embedding")
+    for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+        if getattr(layer, option):
+            raise PlanError(f"an embedding with {option} cannot be cut", where=name, do=f"leave {option} out")
+    if style == "embedding_colwise":
+        return Cut(name, "wide", even(layer.embedding_dim, degree, 1, name, uneven=True))
+    return Cut(name, "vocab", even(layer.num_embeddings, degree, 1, name, uneven=True, of="tokens"))
+
+
+def _check_linear(layer: nn.Module, name: str) -> None:
+    if not isinstance(layer, nn.Linear):
+        raise PlanError(f"{type(layer).__name__} is no linear layer", where=name, allowed="nn.Linear")
+    if tuple(layer.weight.shape) != (layer.out_features, layer.in_features):
+        raise PlanError(
+            f"its weight is {tuple(layer.weight.shape)}, not {(layer.out_features, layer.in_features)}",
+            where=name,
+            do="build the module anew: a run that failed has left it cut",
+        )
+
+
+def _features(layer: nn.Module) -> tuple[int, int]:
+    assert isinstance(layer, nn.Linear)
+    return layer.out_features, layer.in_features
+
+
+def _whole(module: nn.Module, layers: tuple[Cut, ...]) -> tuple[str, ...]:
+    cut = {f"{layer.name}.weight" for layer in layers if layer.kind in ("column", "row", "vocab", "wide")}
+    cut |= {f"{layer.name}.bias" for layer in layers if layer.kind == "column"}
+    return tuple(name for name, _ in module.named_parameters() if name not in cut)
+
+
+def infer_plan(module: nn.Module) -> Plan:
+    """A plan for a module that has none, of cuts that are right whatever stands around the layer. Pure.
+
+    Every plain linear layer is cut by output features that are put together again, every plain embedding by tokens. Two
+    linear layers of an `nn.Sequential` with nothing but functions of single features between them become a column and a
+    row layer. Layers of torch's own attention are left whole: it reads their weights without calling them.
+    """
+    styles: dict[str, str] = {}
+    for name, layer in module.named_modules():
+        if type(layer) is nn.Linear and name and layer.out_features > 1:
+            styles[name] = "colwise_gather_output"
+        elif type(layer) is nn.Embedding and name and not (layer.max_norm or layer.scale_grad_by_freq or layer.sparse):
+            styles[name] = "embedding_rowwise"
+    for name, layer in module.named_modules():
+        if type(layer) is nn.Sequential:
+            styles.update(_pairs(name, layer))
+    return Plan(tensor=styles)
+
+
+_FEATURE_WISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Identity, nn.Softplus)
+
+
+def _pairs(name: str, sequence: nn.Sequential) -> Iterator[tuple[str, str]]:
+    first: str | None = None
+    for key, layer in sequence.named_children():
+        full = f"{name}.{key}" if name else key
+        if type(layer) is nn.Linear:
+            if first is not None:
+                yield first, "colwise"
+                yield full, "rowwise"
+                first = None
+            else:
+                first = full
+        elif type(layer) not in _FEATURE_WISE:
+            first = None
+
+
+def fitting(plan: Plan, module: nn.Module, degree: int) -> Plan:
+    """An inferred plan without what is too small for so many ranks, or does not divide evenly in a pair. Pure."""
+    modules = dict(module.named_modules())
+    kept = {}
+    for name, style in plan.tensor.items():
+        layer = modules[name]
+        size = layer.num_embeddings if isinstance(layer, nn.Embedding) else _features(layer)[style == "rowwise"]
+        if size >= degree:
+            kept[name] = style
+    for name, style in list(kept.items()):
+        if style == "rowwise" or style == "colwise":
+            layer = modules[name]
+            size = _features(layer)[style == "rowwise"]
+            if spans(size, degree)[-1][1] != size or size % degree:
+                kept[name] = "colwise_gather_output"
+    for name, style in list(kept.items()):
+        if style == "colwise_gather_output" and _features(modules[name])[0] < degree:
+            del kept[name]
+    return replace(plan, tensor=kept)

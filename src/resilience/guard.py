@@ -105,7 +105,7 @@ class Guard(Callback):
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._in_window = self._closed = False
         self._bad_at: int | None = None
-        self._exchanged: tuple[int, float] = (0, 0.0)  # steps and own seconds at the last exchange
+        self._exchanged: tuple[int, float] | None = None  # steps and own seconds at the last exchange
         self._last_gradient = 0.0
 
     # -- start and end ---------------------------------------------------------------------------------------------
@@ -155,7 +155,6 @@ class Guard(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         assert self._peers is not None
         self.attempt.first = self.attempt.last = trainer.global_step
-        self._exchanged = (trainer.global_step, 0.0)
         if trainer.ckpt_path is not None:
             self._checkpoints.add(str(trainer.ckpt_path), trainer.global_step)
         if self.drift is not None:
@@ -286,8 +285,8 @@ class Guard(Callback):
             self._bad_at = None
         if self.drift is not None and trainer.global_step % self.drift.every == 0:
             self._compare(trainer)
-        if self.stragglers is not None and trainer.global_step - self._exchanged[0] >= self.stragglers.every:
-            self._exchange(trainer)
+        if self._scores is not None:
+            self._exchange(trainer, self._scores)
         if self._logbook is not None and time.time() - self.attempt.told > _WRITE_EVERY:
             self._tell()
 
@@ -321,25 +320,30 @@ class Guard(Callback):
             if trainer.is_global_zero:
                 log.warning("%s", text)
 
-    def _exchange(self, trainer: Trainer) -> None:
+    def _exchange(self, trainer: Trainer, scores: Scores) -> None:
+        """One number per rank, if it is time for it."""
         assert self._peers is not None
-        if self._scores is None:
+        assert self.stragglers is not None
+        own = self._pulse.training - self._pulse.waiting
+        if self._exchanged is None:  # the first step loads, compiles and allocates: it is none to judge by
+            self._exchanged = (trainer.global_step, own)
             return
         steps, seconds = self._exchanged
-        own = self._pulse.training - self._pulse.waiting
+        if trainer.global_step - steps < self.stragglers.every:
+            return
         mine = max(own - seconds, 0.0) / (trainer.global_step - steps)
         self._exchanged = (trainer.global_step, own)
         everyone = [each for (each,) in self._peers.everyone([mine])]
-        for rank in self._scores.add(everyone):
+        for rank in scores.add(everyone):
             text = (
                 f"after step {trainer.global_step}: rank {rank} is slow, {everyone[rank]:.3g} s of its own per step, "
-                f"{self._scores.last[rank]:.3g} times the median"
+                f"{scores.last[rank]:.3g} times the median"
             )
             self._note(text)
             if trainer.is_global_zero:
                 log.warning("%s", text)
         for logger in trainer.loggers:
-            logger.log_metrics({"guard/straggler_score": max(self._scores.last)}, step=trainer.global_step)
+            logger.log_metrics({"guard/straggler_score": max(scores.last)}, step=trainer.global_step)
 
     # -- phases that interrupt -------------------------------------------------------------------------------------
 

@@ -12,6 +12,8 @@ signal, swapped out, on a machine that is gone), is named by its last beat.
 Note [who hangs]: when one rank hangs, the others soon stand still as well: they wait for it in a collective. So a
 rank that stands still outside of any collective is named, and of several the one that had come least far. If all stand
 still in collectives, those that had come least far are named: they have entered another one than the rest, or none.
+A wait in C++ cannot always be seen: so nobody is named while another rank that has come no farther stands as well, and
+not yet for long enough.
 
 Note [the end]: the guard sends SIGUSR2 to its own process, whose handler raises in the main thread: `HangError` in the
 rank that is named, `CommunicationError` in those that waited, so that whoever watches the ranks finds the cause. This
@@ -105,6 +107,8 @@ def hanging(beats: Sequence[Beat | None], now: float, hang_after: float, born: f
         [1]
         >>> hanging([beat(0, 90.0, 12, "all_reduce"), beat(1, 99.0, 11)], 100.0, 10.0, 0.0)
         []
+        >>> hanging([beat(0, 90.0, 12), beat(1, 90.1, 11)], 100.0, 10.0, 0.0)
+        []
         >>> hanging([beat(0, 90.0, 12, "all_reduce"), beat(1, 90.0, 11, "all_gather")], 100.0, 10.0, 0.0)
         [1]
     """
@@ -117,6 +121,13 @@ def hanging(beats: Sequence[Beat | None], now: float, hang_after: float, born: f
     if not suspects and len(still) == len(beats):
         suspects = still
     least = min((beat.marks for beat in suspects), default=0)
+    behind = [
+        beat
+        for beat in beats
+        if beat is not None and hang_after / 2 <= beat.age(now) < hang_after and beat.marks <= least
+    ]
+    if any(not beat.collective for beat in behind):
+        return []
     return [beat.rank for beat in suspects if beat.marks == least]
 
 

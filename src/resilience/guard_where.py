@@ -21,7 +21,8 @@ from typing import final
 from stratagem.collectives import Communicator
 
 _DOOR, _TORCH = "stratagem.collectives.communicator", "torch.distributed"
-_MACHINERY = ("threading", "concurrent.futures", "contextlib", "queue", "stratagem.collectives", _TORCH)
+_DDP = "torch.nn.parallel.distributed"
+_MACHINERY = ("threading", "concurrent.futures", "contextlib", "queue", "stratagem.collectives", _TORCH, _DDP)
 _FUTURES = "concurrent.futures"
 _DEPTH = 12
 
@@ -74,6 +75,8 @@ def collective_of(frame: FrameType, frames: dict[int, FrameType]) -> str:
 def _collective(frame: FrameType) -> str:
     """Of the frames that belong to the door, the outermost is the call that was made."""
     name = ""
+    if _module(frame) == _DDP and frame.f_code.co_name.startswith("_distributed_"):  # buffers, before a forward
+        return f"{frame.f_code.co_name.removeprefix('_distributed_')} over the process group"
     for each in _outward(frame, 24):
         module = _module(each)
         if module == _DOOR:

@@ -55,12 +55,7 @@ RANKS, TENSORS, COLUMNS = 2, 64, 1024
 Held = Literal["replicas", "shares"]
 LONG = timedelta(minutes=10)
 
-SYNC = {
-    "ours async": "ours",
-    "dcp async": "dcp",
-    "dcp async, kept": "dcp",
-    "lightning async": "lightning",
-}
+SYNC = {"ours async": "ours", "dcp async": "dcp", "dcp async, kept": "dcp", "lightning async": "lightning"}
 """The save that waits, for each that does not."""
 
 BOUNDS: tuple[tuple[str, str, str, str, float], ...] = (
@@ -121,17 +116,15 @@ class Contender(ABC):
     def save(self, path: Path) -> None:
         """Returns when training may go on."""
 
-    def finish(self) -> None:
+    def finish(self) -> None:  # noqa: B027  # it is, where `save` waits
         """Returns when it is on disk."""
-        return
 
     def load(self, path: Path) -> None:
         """Fills `state.target`."""
         raise NotImplementedError
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # most have nothing to end
         """Ends threads."""
-        return
 
 
 @final

@@ -34,8 +34,8 @@ def report(folder: Path) -> dict[str, Any]:
 # -- hangs -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(2, 3)
-def test_a_hanging_rank_is_named_with_its_line_and_what_others_wait_in(num_ranks: int, tmp_path: Path) -> None:
+@pytest.mark.ranks(3)
+def test_a_hanging_rank_is_named_with_its_line_and_what_others_wait_in(tmp_path: Path) -> None:
     """Rank 1 sleeps for ever before the third forward; the others wait for it in the ring. All end, each with an error
     that tells whoever watches them which one is the cause."""
     me = dist.get_rank()
@@ -68,6 +68,7 @@ def test_who_cannot_be_woken_leaves(tmp_path: Path) -> None:
 # -- stragglers ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(3)
 def test_the_slow_rank_is_named_and_no_other(tmp_path: Path) -> None:
     """Rank 1 pauses in each step. All ranks take as long for a step; the others wait in the ring, in stage 3's gathers,
@@ -170,6 +171,7 @@ def test_every_single_bit_changes_the_hash(dtype: torch.dtype) -> None:
 # -- the summary -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.ranks(2)
 def test_the_summary_counts_over_attempts(tmp_path: Path) -> None:
     """The first attempt fails in its sixth step, two steps after a checkpoint; the second goes on from that one."""

@@ -25,7 +25,6 @@ class Reader:
 
     Args:
         folder: of the checkpoint.
-        owner: kept as long as this reader is: what the folder's life hangs on, where it is a temporary one.
 
     Attributes:
         manifest: what it holds.
@@ -34,14 +33,19 @@ class Reader:
         CheckpointError: there is no manifest, or it cannot be understood.
     """
 
-    def __init__(self, folder: Path, owner: object = None) -> None:
-        self.folder, self._owner = folder, owner
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         try:
             text = (folder / MANIFEST).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise CheckpointError(f"there is no readable manifest ({error})", where=str(folder)) from error
         self.manifest = Manifest.from_json(text, str(folder / MANIFEST))
         self._maps: dict[str, mmap.mmap] = {}
+
+    def hold(self) -> None:
+        """Maps every file now, so that the folder may be removed."""
+        for file in {chunk.file for entry in self.manifest.entries.values() for chunk in entry.chunks}:
+            self._map(file)
 
     def entry(self, name: str) -> Entry:
         """What is known of a tensor, by its name or an alias.

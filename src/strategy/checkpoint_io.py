@@ -33,7 +33,7 @@ from stratagem.checkpoint.writing import Choice, Stage, write, write_object
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.strategy.composing import compose
 from stratagem.strategy.crew import Alone, Crew
-from stratagem.strategy.opening import fetched_by_all, is_file, local_path, moved, open_folder, whole_one
+from stratagem.strategy.opening import is_file, local_path, moved, open_folder, open_remote, whole_one
 
 Verify = Literal["checksums", "sizes"]
 
@@ -321,8 +321,7 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             CheckpointError: there is no whole checkpoint at the path or before it.
         """
         if is_remote(path):
-            folder, owner = fetched_by_all(str(path), self._crew)
-            return open_folder(folder, weights_only, owner)
+            return open_remote(str(path), self._crew, weights_only)
         return open_folder(whole_one(local_path(path), self._crew, self._verify == "checksums"), weights_only)
 
     @override

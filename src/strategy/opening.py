@@ -21,7 +21,7 @@ from stratagem.checkpoint import commit, remote, tree
 from stratagem.checkpoint.manifest import MANIFEST, OBJECTS
 from stratagem.checkpoint.reading import Reader
 from stratagem.errors import CheckpointError
-from stratagem.strategy.crew import Crew
+from stratagem.strategy.crew import Alone, Crew
 
 
 def is_ours(path: Any) -> bool:
@@ -50,18 +50,20 @@ def local_path(path: Any) -> Path:
     return Path(str(path).removeprefix("file://").removeprefix("local://"))
 
 
-def open_folder(folder: Path, weights_only: bool | None = None, owner: object = None) -> dict[str, Any]:
+def open_folder(folder: Path, weights_only: bool | None = None, hold: bool = False) -> dict[str, Any]:
     """A checkpoint with tensors that are read when they are asked for; nothing is compared. Local.
 
     Args:
         folder: of the checkpoint.
         weights_only: as `torch.load`'s.
-        owner: see `Reader`.
+        hold: the folder goes when this has returned.
 
     Raises:
         CheckpointError: there is none.
     """
-    reader = Reader(folder, owner)
+    reader = Reader(folder)
+    if hold:
+        reader.hold()
     rest = torch.load(folder / OBJECTS, map_location="cpu", weights_only=weights_only)
     found: dict[str, Any] = tree.put_together(rest, lambda name: tree.Stored(reader, name))
     if tree.STATE in found:
@@ -69,36 +71,26 @@ def open_folder(folder: Path, weights_only: bool | None = None, owner: object = 
     return renamed(found, to_names=False)
 
 
-def fetched(url: str) -> tuple[Path, TemporaryDirectory[str]]:
-    """A checkpoint out of a store, in a folder of this machine that is there as long as the second value is. Local.
+def open_remote(url: str, crew: Crew, weights_only: bool | None = None) -> dict[str, Any]:
+    """As `open_folder`, out of a store: every rank fetches all of it for itself; if one cannot, all know. Collective.
 
     Raises:
-        CheckpointError: there is none, or it was damaged on its way.
+        CheckpointError: there is none, or it was damaged on its way; on every rank.
     """
-    directory = TemporaryDirectory(prefix="stratagem-")
-    remote.fetch(url, Path(directory.name))
-    found = commit.faults(Path(directory.name))
-    if found:
-        raise CheckpointError(f"the checkpoint is damaged: {'; '.join(found[:3])}", where=url, do="name another one")
-    return Path(directory.name), directory
-
-
-def fetched_by_all(url: str, crew: Crew) -> tuple[Path, object]:
-    """As `fetched`, on every rank for itself; if one cannot, all know. Collective.
-
-    Raises:
-        CheckpointError: see `fetched`; on every rank.
-    """
-    mine: tuple[Path, object] | CheckpointError
-    try:
-        mine = fetched(url)
-    except CheckpointError as error:
-        mine = error
-    for failure in crew.gather_objects(mine if isinstance(mine, CheckpointError) else None):
-        if failure is not None:
-            raise failure
-    assert not isinstance(mine, CheckpointError)
-    return mine
+    with TemporaryDirectory(prefix="stratagem-") as directory:
+        folder, failure = Path(directory), None
+        try:
+            remote.fetch(url, folder)
+            found = commit.faults(folder)
+            if found:
+                what = f"the checkpoint is damaged: {'; '.join(found[:3])}"
+                failure = CheckpointError(what, where=url, do="name another one")
+        except CheckpointError as error:
+            failure = error
+        for each in crew.gather_objects(failure):
+            if each is not None:
+                raise each
+        return open_folder(folder, weights_only, hold=True)
 
 
 def whole_one(folder: Path, crew: Crew, deep: bool) -> Path:
@@ -144,8 +136,7 @@ def read_whole(path: Any, map_location: Any = None, weights_only: bool | None = 
         CheckpointError: it is damaged; it is named which older one is beside it, and not taken in its place.
     """
     if remote.is_remote(path):
-        folder, owner = fetched(str(path))
-        opened = open_folder(folder, weights_only, owner)
+        opened = open_remote(str(path), Alone(), weights_only)
     else:
         folder = local_path(path)
         found = commit.faults(folder, deep=False)

@@ -90,7 +90,7 @@ class Replicas:
         host: names this rank's host; tests say otherwise.
 
     Attributes:
-        at: told where a snapshot is: `written`, `copied`, `renamed`, `agreed`. For tests.
+        at: told where a snapshot is: `written`, `copied`, `whole`, `renamed`, `agreed`. For tests.
     """
 
     def __init__(self, settings: ReplicaSettings, crew: Crew, host: str = "") -> None:
@@ -140,6 +140,7 @@ class Replicas:
         self.at("copied")
         if self._failed(crew.gather_objects(failure)):
             return False
+        self.at("whole")
         memory.finish(me, picture.step)
         self.at("renamed")
         crew.gather_objects(None)  # from here on nobody needs the one before

@@ -94,13 +94,17 @@ def test_every_word_for_a_checkpoint_under_ours_and_under_ddp(name: str, half: b
 
 
 def given(folder: Path) -> list[str]:
-    """The plugin of a strategy, by who chose it."""
+    """The plugin of a strategy, by who chose it; one process without any strategy goes on from a folder too."""
     theirs, _ = fits(folder, "ring_ddp", 1, plugins=[TorchCheckpointIO()])
     theirs.fit(Narrator(), loader("ring_ddp"))
     theirs.save_checkpoint(folder / "file.ckpt")
     ours, module = fits(folder, "ring_ddp", 2)
     ours.fit(module, loader("ring_ddp"), ckpt_path=str(folder / "file.ckpt"))
     assert ours.global_step == 4
+    ours.save_checkpoint(folder / "folder.ckpt")
+    alone, module = fits(folder, None, 3)
+    alone.fit(module, loader(None), ckpt_path=str(folder / "folder.ckpt"))
+    assert alone.global_step == 6
     return [type(trainer.strategy.checkpoint_io).__name__ for trainer in (theirs, ours)]
 
 

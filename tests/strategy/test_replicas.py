@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 
 from stratagem.checkpoint.manifest import MANIFEST, rank_file
 from stratagem.checkpoint.memory import Memory, sweep
-from stratagem.checkpoint.writing import CHUNK_BYTES
 from stratagem.errors import ConfigError
 from stratagem.strategy import FaultTolerantCheckpointIO
 from stratagem.strategy.opening import read_whole
@@ -39,12 +38,18 @@ def settings_of(root: Path, **options: Any) -> ReplicaSettings:
     return ReplicaSettings(run="test", root=str(root), **options)
 
 
-def remember(root: Path, steps: int, dies: tuple[str, int, int] | None = None, hosts: tuple[str, ...] = ()) -> None:
+def remember(
+    root: Path,
+    steps: int,
+    dies: tuple[str, int, int] | None = None,
+    hosts: tuple[str, ...] = (),
+    copies: int = 2,
+) -> None:
     """The body of every rank: so many snapshots, in one of which a rank dies."""
     rank = dist.get_rank()
     crew = joined(FaultTolerantCheckpointIO()).communicator("dp_replicate", lane="replicas")
     host = hosts[rank] if hosts else ""
-    replicas = Replicas(settings_of(root / host, owner=os.getppid()), crew, host)
+    replicas = Replicas(settings_of(root / host, owner=os.getppid(), copies=copies), crew, host)
     replicas.open()
     for step in range(1, steps + 1):
 
@@ -56,15 +61,41 @@ def remember(root: Path, steps: int, dies: tuple[str, int, int] | None = None, h
         assert replicas.take(state_of(step))
 
 
-@pytest.mark.parametrize("point", ["written", "copied", "renamed", "agreed"])
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("point", "rank"),
+    [
+        ("written", 1),
+        ("renamed", 0),
+        *(
+            pytest.param(point, rank, marks=pytest.mark.slow)
+            for point, rank in (
+                ("written", 0),
+                ("copied", 0),
+                ("copied", 1),
+                ("whole", 0),
+                ("renamed", 1),
+                ("agreed", 0),
+                ("agreed", 1),
+            )
+        ),
+    ],
+)
 def test_killed_between_the_slots_one_of_them_is_whole(point: str, rank: int, tmp_path: Path) -> None:
     fail(2, remember, {"root": tmp_path, "steps": 3, "dies": (point, rank, 3)}, dies={rank: -signal.SIGKILL})
     newest = open_newest(settings_of(tmp_path))
     assert newest is not None
     assert newest.where in ("memory", "partners")
-    assert newest.step in {"written": (2,), "copied": (2, 3), "renamed": (2, 3), "agreed": (3,)}[point]
+    assert newest.step in {"written": (2,), "copied": (2,), "whole": (2, 3), "renamed": (2, 3), "agreed": (3,)}[point]
     assert step_in(newest.path) == newest.step
+
+
+def test_the_one_before_stays_until_every_rank_has_the_next(tmp_path: Path) -> None:
+    """One copy of each share, and rank 1 dies when rank 0 may have its clean snapshot already."""
+    kwargs = {"root": tmp_path, "steps": 3, "dies": ("whole", 1, 3), "copies": 1}
+    fail(2, remember, kwargs, dies={1: -signal.SIGKILL})
+    newest = open_newest(settings_of(tmp_path))
+    assert newest is not None
+    assert newest.step == step_in(newest.path) == 2
 
 
 def flip(file: Path) -> None:
@@ -125,6 +156,7 @@ def recover(root: Path, hosts: tuple[str, ...]) -> tuple[int, str, float]:
     return newest.step, newest.where, step_in(newest.path)
 
 
+@pytest.mark.slow
 def test_a_host_that_is_lost_is_served_by_the_other(tmp_path: Path) -> None:
     """Partners are on the other host, so one host has every share; four ranks come back as three."""
     run_ranks(4, remember, {"root": tmp_path, "steps": 2, "hosts": TWO_HOSTS})
@@ -174,7 +206,6 @@ def test_settings_that_cannot_be_are_refused() -> None:
         ReplicaSettings(run="a", every_n_steps=0)
     with pytest.raises(ConfigError, match="cannot name a folder"):
         ReplicaSettings(run="../a")
-    assert CHUNK_BYTES > 0
 
 
 # -- under Lightning ------------------------------------------------------------------------------------------------

@@ -30,11 +30,16 @@ from stratagem.cli._quiet import quiet
 from stratagem.config.messages import understand
 from stratagem.errors import ConfigError, UserError
 from stratagem.registry import strategies
+from stratagem.resilience import restart_words
+from stratagem.resilience.restart import Restarts
+from stratagem.resilience.restart_attempt import Attempt, for_fresh_ranks
 from stratagem.strategy.checkpoint_io import FaultTolerantCheckpointIO
 
 
 def run(verb: str, words: list[str]) -> int:
-    """Check, build and run; returns 0, and raises what stopped it.
+    """Check, build and run; returns the exit code, and raises what stopped it.
+
+    With `--resume auto`, a `fit` goes on from its newest checkpoint, if there is one, and again if it loses a rank.
 
     Args:
         verb: one of `RUN_VERBS`.
@@ -43,10 +48,23 @@ def run(verb: str, words: list[str]) -> int:
     Raises:
         ConfigErrors: every error of the configuration; nothing was built.
         ConfigError: the objects of the run could not be built; no process was started.
+        RankError: a rank failed; with `--resume`, more often than is allowed.
     """
+    options, rest = restart_words.take(verb, words)
     with quiet():
-        RunCLI([verb, *words])
-    return 0
+        if options is None:
+            RunCLI([verb, *rest])
+            return 0
+        if config.read(rest).values.get("ckpt_path"):
+            raise ConfigError("it names a checkpoint, and so does --resume", where="ckpt_path", do="leave one out")
+
+        def work(attempt: Attempt) -> None:
+            RunCLI([verb, *rest, *attempt.words], attempt=attempt)
+
+        if restart_words.refuse_where_others_restart(options, words):
+            work(Attempt(named=options.named))
+            return 0
+        return Restarts(options, work).run()
 
 
 @final
@@ -58,6 +76,7 @@ class RunCLI(LightningCLI):
         change: if given, nothing is run: `trainer`, `model` and `datamodule` are built for whoever asked, the Trainer
             from what `change` makes of its arguments.
         parses_only: nothing is built.
+        attempt: of a run that restarts; it finds the checkpoint to go on from.
     """
 
     def __init__(
@@ -66,8 +85,10 @@ class RunCLI(LightningCLI):
         *,
         change: Callable[[dict[str, Any]], dict[str, Any]] | None = None,
         parses_only: bool = False,
+        attempt: Attempt | None = None,
     ) -> None:
-        self._change, self._parses_only = change, parses_only
+        self._change, self._parses_only, self._attempt = change, parses_only, attempt
+        self._words = words
         quiet: dict[str, Any] = {"exit_on_error": False}
         super().__init__(
             seed_everything_default=1,
@@ -169,7 +190,17 @@ class RunCLI(LightningCLI):
             own = written if isinstance(written, list) else [written]
             config = self._change({**config, "callbacks": [*own, *callbacks]})
             callbacks = []
+        if self._attempt is not None:
+            callbacks = [*callbacks, *self._attempt.callbacks]
         return super()._instantiate_trainer(config, callbacks)
+
+    @override
+    def _prepare_subcommand_kwargs(self, subcommand: str) -> dict[str, Any]:
+        arguments = super()._prepare_subcommand_kwargs(subcommand)
+        if self._attempt is not None:
+            arguments["ckpt_path"] = self._attempt.prepare(self.trainer, self.model, self.datamodule)
+            for_fresh_ranks(self._words, arguments["ckpt_path"])
+        return arguments
 
     @override
     def _run_subcommand(self, subcommand: str) -> None:

@@ -68,6 +68,7 @@ class Fault:
         moment: where in the step. With accumulation, at the first such moment. From `save_described` to
             `save_committed` rank 0 alone is there.
         seconds: the length of the pause of `slow`.
+        attempt: in which attempt of a run that restarts, from 0, as `TORCHELASTIC_RESTART_COUNT` counts; None for each.
     """
 
     kind: Kind
@@ -75,6 +76,7 @@ class Fault:
     step: int
     moment: Moment = "before_forward"
     seconds: float = 1.0
+    attempt: int | None = 0
 
     def __post_init__(self) -> None:
         if self.rank < 0 or self.step < 0 or self.seconds < 0:
@@ -94,6 +96,7 @@ class Faults(Callback):
     def __init__(self, faults: Sequence[Fault] = ()) -> None:
         self.faults = tuple(faults)
         self._left = list(self.faults)
+        self._attempt = 0
 
     def raise_at(self, *, rank: int, step: int, moment: Moment = "before_forward") -> Faults:
         """Raise `InjectedFault`."""
@@ -113,6 +116,7 @@ class Faults(Callback):
 
     @override
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))  # torchrun's, and `--resume`'s
         io = trainer.strategy.checkpoint_io
         if isinstance(io, FaultTolerantCheckpointIO):
             io.watcher = partial(self.strike_save, trainer.global_rank)
@@ -141,7 +145,8 @@ class Faults(Callback):
 
     def _strike(self, rank: int, moment: str, step: int, folder: Path | None = None) -> None:
         for fault in list(self._left):
-            if (fault.rank, fault.step, fault.moment) == (rank, step, moment):
+            due = fault.attempt is None or fault.attempt == self._attempt
+            if due and (fault.rank, fault.step, fault.moment) == (rank, step, moment):
                 self._left.remove(fault)
                 _happen(fault, folder)
 

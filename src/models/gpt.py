@@ -220,13 +220,17 @@ class GPT(nn.Module):
 
     _tp_plan: ClassVar[dict[str, str]] = {
         "embed_tokens": "embedding_rowwise",
+        "blocks.*.attention_norm": "sequence_parallel",
         "blocks.*.attention.q_proj": "colwise",
         "blocks.*.attention.k_proj": "colwise",
         "blocks.*.attention.v_proj": "colwise",
         "blocks.*.attention.o_proj": "rowwise",
+        "blocks.*.ffn_norm": "sequence_parallel",
         "blocks.*.ffn.gate_proj": "colwise",
         "blocks.*.ffn.up_proj": "colwise",
         "blocks.*.ffn.down_proj": "rowwise",
+        "blocks.*.dropout": "sequence_parallel",
+        "norm": "sequence_parallel",
         "lm_head": "colwise_gather_output",
     }
     _pp_plan: ClassVar[dict[str, tuple[list[str], list[str]]]] = {

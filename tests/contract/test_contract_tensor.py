@@ -15,6 +15,7 @@ from typing_extensions import override
 
 from stratagem.plugins.tensor import TensorParallelStrategy, TensorSettings
 from stratagem.testing.contract import CASES, Case, StrategyContract, Subject
+from stratagem.testing.contract.base import on_ranks
 from stratagem.testing.contract.runs import Gangs
 
 _PURE_DATA = "it counts on as many data ranks as ranks; test_tensor.py has what holds here"
@@ -54,22 +55,27 @@ class _TensorContract(StrategyContract):
     """The contract without the items that are about ranks which are all data ranks."""
 
     @override
+    @on_ranks(1, 2, 3, 4)
     def test_batchnorm_without_sync_is_that_of_ddp(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
         pytest.skip(_PURE_DATA)
 
     @override
+    @on_ranks(1, 2, 3, 4)
     def test_ranks_start_from_the_weights_of_rank_0(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
         pytest.skip(_PURE_DATA)
 
     @override
+    @on_ranks(1, 2, 3, 4)
     def test_strategy_talks(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
         pytest.skip(_PURE_DATA)
 
     @override
+    @on_ranks(1, 2, 3, 4)
     def test_stages_logs_and_metrics(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
         pytest.skip(_PURE_DATA)
 
     @override
+    @on_ranks(1, 2, 3, 4)
     def test_bytes_are_those_of_the_formula(self, subject: Subject, gangs: Gangs, num_ranks: int) -> None:
         pytest.skip("activations depend on the batch; test_tensor.py has the formula")
 

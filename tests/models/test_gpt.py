@@ -254,7 +254,9 @@ def test_plans_name_every_layer_that_can_be_cut_and_no_other() -> None:
     model = GPT(SMALL)
     names = {name.replace(".0.", ".*."): module for name, module in model.named_modules() if ".1." not in name}
     layers = {name for name, module in names.items() if isinstance(module, nn.Linear | nn.Embedding)}
-    assert set(GPT._tp_plan) == layers
+    stream = {name for name, module in names.items() if isinstance(module, nn.RMSNorm | nn.Dropout)}
+    assert {name for name, style in GPT._tp_plan.items() if style == "sequence_parallel"} == stream
+    assert set(GPT._tp_plan) == layers | stream
     children = {name for name, child in model.named_children() if list(child.parameters())}
     assert list(GPT._pp_plan) == [name for name, _ in model.named_children() if name in children]
     tensor_parallel = pytest.importorskip("transformers.integrations.tensor_parallel", reason="an extra")

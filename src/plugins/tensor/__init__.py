@@ -12,6 +12,7 @@ activations several times per layer. It composes with any data technique on the 
     sharded.py        a tensor that is cut and behaves like the whole one
     heads.py          where attention may be cut
     cuts.py           from a plan to cuts, or the reason why not
+    infer.py          a plan where there is none
     technique.py      cuts a module and states placements
     strategy.py       the Lightning face
 """

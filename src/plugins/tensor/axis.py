@@ -29,7 +29,6 @@ from concurrent.futures import Future
 from typing import Any, final
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
@@ -215,7 +214,7 @@ class _ColumnProduct(Function):
             entry.join()
         cast = entered.to(dtype)
         ctx.save_for_backward(x.to(dtype) if entry.axis.sequence else cast, weight)
-        return F.linear(cast, weight.to(dtype), None if bias is None else bias.to(dtype))
+        return _linear(cast, weight.to(dtype), None if bias is None else bias.to(dtype))
 
     @staticmethod
     @once_differentiable
@@ -243,7 +242,7 @@ class _RowProduct(Function):
         ctx.axis, ctx.dtypes = axis, (x.dtype, weight.dtype, dtype)
         cast = x.to(dtype)
         ctx.save_for_backward(cast, weight)
-        out = F.linear(cast, weight.to(dtype)).contiguous()
+        out = _linear(cast, weight.to(dtype), None)
         ctx.along = axis.cut_sequence(out) if axis.sequence else ()
         if axis.sequence:
             out = reduce_scattered(out, axis.comm, SEQUENCE_DIM, ctx.along)
@@ -283,6 +282,14 @@ def row_product(x: Tensor, weight: Tensor, bias: Tensor | None, axis: TensorAxis
     output is this rank's `[B, T/t, O]`, and forward and backward send `(t-1)/t` of the whole output's bytes each.
     """
     return _RowProduct.apply(x, weight, bias, axis, _dtype(x))
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`F.linear`, whose result is never a view: a function's result that is one cannot be changed in place."""
+    rows, columns = x.reshape(-1, x.shape[-1]), weight.t()
+    out = rows @ columns if bias is None else torch.addmm(bias, rows, columns)
+    result: Tensor = torch.ops.aten._unsafe_view(out, [*x.shape[:-1], weight.shape[0]])
+    return result
 
 
 def _dtype(x: Tensor) -> torch.dtype:

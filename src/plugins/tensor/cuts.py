@@ -11,15 +11,15 @@ an embedding by tokens, a linear layer by output features that are put together.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Literal, final
 
 from torch import nn
 
 from stratagem.errors import PlanError
 from stratagem.plan import Plan
-from stratagem.plugins.tensor.functions import Span, spans
+from stratagem.plugins.tensor.functions import Span
 from stratagem.plugins.tensor.heads import Illegal, cut_columns, even
 from stratagem.plugins.tensor.layers import Output
 from stratagem.plugins.tensor.settings import STYLES, TensorSettings
@@ -257,61 +257,3 @@ def _whole(module: nn.Module, layers: tuple[Cut, ...]) -> tuple[str, ...]:
     cut = {f"{layer.name}.weight" for layer in layers if layer.kind in ("column", "row", "vocab", "wide")}
     cut |= {f"{layer.name}.bias" for layer in layers if layer.kind == "column"}
     return tuple(name for name, _ in module.named_parameters() if name not in cut)
-
-
-def infer_plan(module: nn.Module) -> Plan:
-    """A plan for a module that has none, of cuts that are right whatever stands around the layer. Pure.
-
-    Every plain linear layer is cut by output features that are put together again, every plain embedding by tokens. Two
-    linear layers of an `nn.Sequential` with nothing but functions of single features between them become a column and a
-    row layer. Layers of torch's own attention are left whole: it reads their weights without calling them.
-    """
-    styles: dict[str, str] = {}
-    for name, layer in module.named_modules():
-        if type(layer) is nn.Linear and name and layer.out_features > 1:
-            styles[name] = "colwise_gather_output"
-        elif type(layer) is nn.Embedding and name and not (layer.max_norm or layer.scale_grad_by_freq or layer.sparse):
-            styles[name] = "embedding_rowwise"
-    for name, layer in module.named_modules():
-        if type(layer) is nn.Sequential:
-            styles.update(_pairs(name, layer))
-    return Plan(tensor=styles)
-
-
-_FEATURE_WISE = (nn.ReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.ELU, nn.LeakyReLU, nn.Identity, nn.Softplus)
-
-
-def _pairs(name: str, sequence: nn.Sequential) -> Iterator[tuple[str, str]]:
-    first: str | None = None
-    for key, layer in sequence.named_children():
-        full = f"{name}.{key}" if name else key
-        if type(layer) is nn.Linear:
-            if first is not None:
-                yield first, "colwise"
-                yield full, "rowwise"
-                first = None
-            else:
-                first = full
-        elif type(layer) not in _FEATURE_WISE:
-            first = None
-
-
-def fitting(plan: Plan, module: nn.Module, degree: int) -> Plan:
-    """An inferred plan without what is too small for so many ranks, or does not divide evenly in a pair. Pure."""
-    modules = dict(module.named_modules())
-    kept = {}
-    for name, style in plan.tensor.items():
-        layer = modules[name]
-        size = layer.num_embeddings if isinstance(layer, nn.Embedding) else _features(layer)[style == "rowwise"]
-        if size >= degree:
-            kept[name] = style
-    for name, style in list(kept.items()):
-        if style == "rowwise" or style == "colwise":
-            layer = modules[name]
-            size = _features(layer)[style == "rowwise"]
-            if spans(size, degree)[-1][1] != size or size % degree:
-                kept[name] = "colwise_gather_output"
-    for name, style in list(kept.items()):
-        if style == "colwise_gather_output" and _features(modules[name])[0] < degree:
-            del kept[name]
-    return replace(plan, tensor=kept)

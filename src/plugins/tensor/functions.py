@@ -126,7 +126,7 @@ class _GatherFrom(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Communicator, dim: int, along: Sequence[Span]) -> Tensor:
         ctx.place = comm, dim, along
-        return all_gathered(tensor, comm, dim, along)
+        return all_gathered(tensor, comm, dim, along).clone(memory_format=torch.contiguous_format)  # no view
 
     @staticmethod
     @once_differentiable
@@ -150,7 +150,7 @@ class _GatherSum(Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, comm: Communicator, dim: int, along: Sequence[Span]) -> Tensor:
         ctx.place = comm, dim, along
-        return all_gathered(tensor, comm, dim, along)
+        return all_gathered(tensor, comm, dim, along).clone(memory_format=torch.contiguous_format)  # no view
 
     @staticmethod
     @once_differentiable

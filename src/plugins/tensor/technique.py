@@ -33,9 +33,10 @@ from stratagem.errors import PlanError
 from stratagem.placement import Placement
 from stratagem.plan import Plan, matches
 from stratagem.plugins.tensor.axis import TensorAxis
-from stratagem.plugins.tensor.cuts import Cut, Cuts, fitting, infer_plan, plan_cuts
+from stratagem.plugins.tensor.cuts import Cut, Cuts, plan_cuts
 from stratagem.plugins.tensor.functions import all_reduced
 from stratagem.plugins.tensor.heads import localise
+from stratagem.plugins.tensor.infer import infer_plan
 from stratagem.plugins.tensor.layers import (
     ColumnLinear,
     CutLayer,
@@ -84,7 +85,7 @@ def resolve(module: nn.Module, degree: int, settings: TensorSettings = TensorSet
                 allowed="modules with a `_tp_plan`",
                 do="write one into tensor.plan, or set without_plan: infer",
             )
-        return plan_cuts(module, fitting(infer_plan(module), module, degree), degree, settings)
+        return plan_cuts(module, infer_plan(module, degree), degree, settings)
     return plan_cuts(module, carried.overridden_by(overrides), degree, settings)
 
 

@@ -171,6 +171,7 @@ class Choice:
         )
 
 
+@final
 class IntervalCheckpoint(ModelCheckpoint):
     """A `ModelCheckpoint` that finds out how often to save.
 

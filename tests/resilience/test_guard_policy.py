@@ -32,11 +32,15 @@ def test_a_bad_step_leaves_no_trace(num_ranks: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.ranks(2)
+def test_nor_on_rank_0(num_ranks: int, tmp_path: Path) -> None:
+    leaves_no_trace(num_ranks, "skip", tmp_path)
+
+
+@pytest.mark.slow
 @pytest.mark.ranks(2, 3)
-@pytest.mark.parametrize("action", ["skip", "roll_back"])
-def test_nor_do_the_steps_before_it(num_ranks: int, action: Any, tmp_path: Path) -> None:
-    if (num_ranks, action) != (3, "skip"):
-        leaves_no_trace(num_ranks, action, tmp_path)
+def test_a_run_goes_back(num_ranks: int, tmp_path: Path) -> None:
+    leaves_no_trace(num_ranks, "roll_back", tmp_path)
 
 
 def leaves_no_trace(num_ranks: int, action: Any, tmp_path: Path) -> None:

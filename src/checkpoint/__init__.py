@@ -6,5 +6,8 @@ manifest    what lies where in a checkpoint's folder
 writing     choose, stage, write
 reading     any part from any chunks
 commit      nothing is there until all of it is there
+retention   what may go now that something newer is there
+remote      the same in stores that cannot rename
+memory      snapshots in shared memory that outlive their processes
 dcp         the same files, described for torch.distributed.checkpoint
 """

@@ -63,7 +63,6 @@ BOUNDS: tuple[tuple[str, str, str, str, float], ...] = (
     ("stall", "ours async", "stall", "dcp async", 1.0),
     ("stall", "ours async", "stall", "dcp async, kept", 1.0),
     ("stall", "ours async", "stall", "lightning async", 1.0),
-    ("on disk", "ours", "on disk", "plain", 1.5),
     ("load", "ours", "load", "dcp", 1.0),
 )
 """What is claimed: this figure of this contender is at most so many times that figure of that one."""

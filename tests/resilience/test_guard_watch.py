@@ -77,17 +77,15 @@ def test_the_slow_rank_is_named_and_no_other(tmp_path: Path) -> None:
     for name in ("ring_ddp", "zero_3", "ddp"):
         faults = Faults()
         for step in range(10):
-            faults = faults.slow_at(rank=1, step=step, pause=timedelta(milliseconds=60))
+            faults = faults.slow_at(rank=1, step=step, pause=timedelta(milliseconds=150))
         guard = Guard(heartbeat=None, stragglers=settings, folder=str(tmp_path / name))
         fit(name, Net(), guard, faults, steps=10, folder=tmp_path)
-        assert [note.split(",")[0] for note in guard.attempt.notes] == [
-            "after step 7: rank 1 is slow",
-            "after step 10: rank 1 is slow",
-        ], (name, guard.attempt.notes)
+        named = {note.split(": ")[1].split(",")[0] for note in guard.attempt.notes}
+        assert named == {"rank 1 is slow"}, (name, guard.attempt.notes)
         waited = guard.attempt.waiting
         if dist.get_rank() == 0:
             assert waited is not None
-            assert waited > 0.3  # of the 0.6 that rank 1 paused
+            assert waited > 0.3  # of the 1.5 that rank 1 paused
 
 
 # -- drift -----------------------------------------------------------------------------------------------------------

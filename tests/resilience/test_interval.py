@@ -104,6 +104,6 @@ def test_a_fixed_interval_counts_from_the_last_save(tmp_path: Path) -> None:
     fit("ring_ddp", Net(), saves, saver, steps=7, folder=tmp_path)
     assert saves.steps == [3, 6, 7]
     saver, again = IntervalCheckpoint(2, dirpath=str(tmp_path), filename="again-{step}", keep=1), Saves()
-    fit("ring_ddp", Net(), again, saver, steps=12, folder=tmp_path, ckpt_path=str(tmp_path / "step=6.ckpt"))
-    assert again.steps == [8, 10, 12]
+    fit("ring_ddp", Net(), again, saver, steps=12, folder=tmp_path, ckpt_path=str(tmp_path / "step=3.ckpt"))
+    assert again.steps == [5, 7, 9, 11, 12]
     assert [path.name for path in tmp_path.glob("again-*")] == ["again-step=12.ckpt"]

@@ -104,7 +104,7 @@ def plan_cuts(module: nn.Module, plan: Plan, degree: int, settings: TensorSettin
             error.what,
             where=error.where,
             allowed=" or ".join(f"tp={n}" for n in (*below, *above)) or "no degree",
-            do="change tp, set tensor.uneven: true, or take the layer out by tensor.plan: {...: replicate}",
+            do="change tp; where only a rest is left, set tensor.uneven: true; or replicate the layer in tensor.plan",
         ) from error
 
 

@@ -39,6 +39,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from stratagem.checkpoint import tree
+from stratagem.checkpoint.foreign_loaders import put_back
 from stratagem.strategy.checkpoint_io import FaultTolerantCheckpointIO
 from stratagem.strategy.opening import is_file, is_ours
 from stratagem.technique import Context, DataTechnique
@@ -198,8 +199,9 @@ class PlainState(ParallelStrategy, ABC):
             io = FaultTolerantCheckpointIO()
             io.join(self.context.communicator(*self.context.shape.sizes))
         if io is None or is_file(checkpoint_path):
-            return super().load_checkpoint(checkpoint_path, weights_only)
-        checkpoint = io.open_checkpoint(checkpoint_path, weights_only)
+            checkpoint = put_back(super().load_checkpoint(checkpoint_path, weights_only))
+        else:
+            checkpoint = io.open_checkpoint(checkpoint_path, weights_only)
         ranks = checkpoint.get(EXTRA, {}).get("ranks", [])
         self._random_state = tree.whole(ranks[self.global_rank]["random"]) if len(ranks) == self.world_size else None
         return checkpoint

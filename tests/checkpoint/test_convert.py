@@ -114,9 +114,10 @@ def there_and_back(source: Path, there: Path, *, tied: bool, **settings: Any) ->
     convert(there / "one.ckpt", there / "again", FOLDER)
     assert_equal(contents(there / "again"), contents(source))
     assert shares(torch.load(there / "one.ckpt", weights_only=True)["state_dict"]) is tied
+    convert(source, there / "plain.ckpt")  # what a plain loader cannot take is set aside, and is put back
     one, other = gpt(tied), gpt(tied)
     train(one, there / "x", ours=True, resume=source, **settings)
-    train(other, there / "x", ours=False, resume=there / "one.ckpt", **settings)
+    train(other, there / "x", ours=False, resume=there / "plain.ckpt", **settings)
     assert_equal(other.state_dict(), one.state_dict())
 
 

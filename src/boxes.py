@@ -96,6 +96,7 @@ class Boxed(DataTechnique):
         self.inner.apply(module, context)
         self.module, self.context, self.names = module, context, self.inner.names
         self._comm = context.communicator(self.box_axis)
+        self._parameters = {name for name, _ in module.named_parameters(remove_duplicate=False)}
         mine = {name: place.box for name, place in context.placements.items() if self._is_boxed(place)}
         everyone = self._comm.gather_objects(mine)
         self._boxes = {name: [theirs[name] for theirs in everyone] for name in mine}
@@ -187,21 +188,21 @@ class Boxed(DataTechnique):
 
     @override
     def module_parts(self, module: nn.Module) -> dict[str, Any]:
-        state, found = self.inner.module_parts(module), {}
+        state = self.inner.module_parts(module)
+        found: dict[Any, Any] = {}  # tied names share a part
         for name, value in state.items():
-            place = self._place(name)
-            first = place.name if place is not None else name
-            if first not in found:
-                found[first] = self._part(value, place)
-            state[name] = found[first]
+            if name in self._parameters:  # a buffer is rank 0's already
+                place = self._place(name)
+                key = id(value) if place is None else place.name
+                if key not in found:
+                    found[key] = self._part(value, place)
+                state[name] = found[key]
         return state
 
     def _part(self, value: Any, place: Placement | None) -> Any:
         """A tensor or part of the cut module, as a part of the whole one."""
         if place is None or place.box is None:
-            if isinstance(value, Part) and value.boxes and value.num_copies * self._comm.size > 1:
-                return self._copied(value)
-            return value
+            return self._once(value) if isinstance(value, Part) else value
         if isinstance(value, Part) and value.shape == place.local_shape:
             boxes = tuple(_moved(box, place.box) for box in value.boxes)
             return Part(place.shape, value.dtype, boxes, value.tensors, value.copy, value.num_copies)
@@ -209,12 +210,10 @@ class Boxed(DataTechnique):
             return Part(place.shape, value.dtype, (place.box,), (value.detach(),), self._copy, self._num_copies)
         return value
 
-    def _copied(self, part: Part) -> Part:
-        """A part that the ranks of the box axis have in common; buffers of rank 0 alone are left as they are."""
-        if part.num_copies == 1 and self.context.shape.size == self._comm.size:
-            return part
-        size, rank = self._comm.size, self._comm.rank
-        return Part(part.shape, part.dtype, part.boxes, part.tensors, part.copy * size + rank, part.num_copies * size)
+    def _once(self, part: Part) -> Part:
+        """A part of what the ranks of the box axis have in common: rank 0's counts, since the others may be cut
+        elsewhere."""
+        return part if self._comm.rank == 0 else Part(part.shape, part.dtype, (), ())
 
     @override
     def load_module_state(self, module: nn.Module, state: Mapping[str, Any], *, strict: bool = True) -> None:

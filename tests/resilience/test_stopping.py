@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -109,36 +111,42 @@ def test_times_are_understood() -> None:
 # -- forked ranks: this file as a script, whose process is their parent -----------------------------------------------
 
 
-def script(folder: str, case: str) -> None:
-    """Fits with forked ranks, and ends as it ends."""
-    told: dict[str, Callback] = {
-        "rank": Sent(4, 1, signal.SIGTERM),
-        "parent": Sent(4, 1, signal.SIGTERM, to_parent=True),
-        "late": Losses(),
+def script(folder: str) -> None:
+    """Fits with forked ranks, again and again; the exit code of each, and the steps in its checkpoint."""
+    told: dict[str, tuple[Callback, ...]] = {
+        "rank": (Sent(4, 1, signal.SIGTERM), GracefulStop()),
+        "parent": (Sent(4, 1, signal.SIGTERM, to_parent=True), GracefulStop()),
+        "late": (GracefulStop(max_duration="0.0001s"),),
     }
-    stop = GracefulStop(max_duration="0.0001s" if case == "late" else None)
-    code, seen, _ = fit(folder, "ring_ddp", told[case], stop)
-    print("seen", sorted(seen), flush=True)
-    sys.exit(code)
+    for case, callbacks in told.items():
+        code, *_ = fit(f"{folder}/{case}", "ring_ddp", *callbacks)
+        [path] = (Path(folder) / case / "checkpoints").glob("*.ckpt")
+        print(json.dumps([case, code, str(path), Reader(path).manifest.about["global_step"]]), flush=True)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("case", "code"), [("rank", 143), ("parent", 143), ("late", 0)])
-def test_forked_ranks_stop_wherever_the_signal_comes_first(case: str, code: int, tmp_path: Path) -> None:
-    import subprocess
-
+def test_forked_ranks_stop_wherever_the_signal_comes_first(tmp_path: Path) -> None:
     names = ("LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT", "RANK")
     environment = {name: value for name, value in os.environ.items() if name not in names}
-    command = [sys.executable, "-m", "tests.resilience.test_stopping", str(tmp_path), case]
-    root = Path(__file__).parents[2]
     done = subprocess.run(
-        command, cwd=root, env={**environment, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "tests.resilience.test_stopping", str(tmp_path)],
+        cwd=Path(__file__).parents[2],
+        env={**environment, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
-    assert done.returncode == code, done.stderr[-3000:]
-    [path] = (tmp_path / "checkpoints").glob("*.ckpt")
-    assert f"the checkpoint is {path}" in done.stdout
-    assert Reader(path).manifest.about["global_step"] >= (0 if case == "late" else 2)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {name: rest for name, *rest in map(json.loads, filter(_is_result, done.stdout.splitlines()))}
+    assert {name: code for name, (code, *_) in found.items()} == {"rank": 143, "parent": 143, "late": 0}
+    for name, (_, path, steps) in found.items():
+        assert f"the checkpoint is {path}; go on with --resume auto" in done.stdout
+        assert steps == 0 if name == "late" else steps >= 2
+
+
+def _is_result(line: str) -> bool:
+    return line.startswith('["')
 
 
 if __name__ == "__main__":
-    script(*sys.argv[1:])
+    script(sys.argv[1])

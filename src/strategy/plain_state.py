@@ -172,11 +172,16 @@ class PlainState(ParallelStrategy, ABC):
         own, reduced = self._data.window_gradients() if self._data is not None and self._in_window() else ({}, {})
         return {
             "strategy": type(self).__name__,
-            "mesh": " ".join(f"{axis}={size}" for axis, size in self.context.shape.sizes.items() if size > 1),
+            "mesh": self._mesh(),
             "optimizer_names": optimizers,
             "reduced": reduced,
             "rank": {"random": random_state(), "gradients": own},
         }
+
+    def _mesh(self) -> str:
+        """The axes along which there is more than one rank, in words."""
+        assert self.context is not None
+        return " ".join(f"{axis}={size}" for axis, size in self.context.shape.sizes.items() if size > 1)
 
     def _in_window(self) -> bool:
         """Whether gradients of some micro-batches wait for those of others."""
@@ -225,7 +230,7 @@ class PlainState(ParallelStrategy, ABC):
         """See Note [an open window]."""
         assert self._data is not None
         ranks = [rank["gradients"] for rank in extra.get("ranks", [])]
-        if len(ranks) == self.world_size:
+        if len(ranks) == self.world_size and _model_axes(extra.get("mesh", "")) == _model_axes(self._mesh()):
             own = tree.whole(ranks[self.global_rank])
         else:
             names = dict.fromkeys(name for rank in ranks for name in rank)
@@ -296,3 +301,12 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def _model_axes(mesh: str) -> list[str]:
+    """Of a mesh in words, what divides the model: with other such axes a rank's gradients were of other parts.
+
+    >>> _model_axes("dp_replicate=2 tp=2")
+    ['tp=2']
+    """
+    return [word for word in mesh.split() if not word.startswith("dp_")]

@@ -7,7 +7,7 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -225,6 +225,76 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: cases.gpt(dropout=0.3),
     "recompute": lambda: cases.gpt(dropout=0.3, recompute=True, kv_heads=4),
 }
+
+
+class Dropping(nn.Module):
+    """Dropout before and after a row layer, and torch's own encoder, beside a plan for the rest."""
+
+    _tp_plan: ClassVar[dict[str, str]] = {
+        "up": "colwise",
+        "inner": "colwise",
+        "down": "rowwise",
+        "outer": "replicate",
+        "embed": "embedding_colwise",
+        "head": "colwise_rep",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(cases.VOCAB, 8), nn.Linear(8, cases.VOCAB)
+        self.up, self.inner, self.down, self.outer = (
+            nn.Linear(8, 12),
+            nn.Dropout(0.4),
+            nn.Linear(12, 8),
+            nn.Dropout(0.2),
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        logits: Tensor = self.head(x + self.outer(self.down(self.inner(F.relu_(self.up(x))))))
+        return logits
+
+
+class Encoder(nn.Module):
+    """Torch's own, which has no plan, and reads weights without calling layers when it evaluates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(cases.VOCAB, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, cases.VOCAB))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.encoder(self.embed(tokens)))
+        return logits
+
+
+def dropping() -> nn.Module:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    return Dropping().double()
+
+
+def encoder() -> nn.Module:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    return Encoder().double()
+
+
+@pytest.mark.ranks(2)
+def test_dropout_of_cut_features_and_modules_without_a_plan() -> None:
+    for make in (dropping, encoder):
+        found, expected = cases.train(make, cases.context()), cases.train(make)
+        assert cases.distance(found, expected) <= 1e-10, make
+    here, model, plain = cases.context(), encoder().eval(), encoder().eval()
+    technique = TensorParallel()
+    technique.apply(model, here)
+    with torch.inference_mode():
+        torch.testing.assert_close(model(cases.tokens(0)[0]), plain(cases.tokens(0)[0]), rtol=1e-12, atol=1e-12)
+    assert {layer.kind for layer in technique.cuts.layers} == {"column", "row", "vocab"}
+    technique.close()
+    here.close()
 
 
 def _check(tp: int, names: tuple[str, ...]) -> None:

@@ -76,6 +76,26 @@ def test_what_cannot_be_cut_is_refused_with_the_nearest_degrees() -> None:
         TensorParallelStrategy(tp=3).mesh_shape(4)
 
 
+class Drops(nn.Module):
+    """A feed-forward or an attention with dropout of which a plan says nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.drop, self.down = nn.Linear(4, 8), nn.Dropout(0.1), nn.Linear(8, 4)
+
+
+def test_dropout_that_may_be_drawn_wrongly_is_refused() -> None:
+    plan = Plan(tensor={"up": "colwise", "down": "rowwise"})
+    with pytest.raises(PlanError, match=r"drop: .*dropout of 0.1 sees some features or all.*colwise: before the row"):
+        plan_cuts(Drops(), plan, 2)
+    cuts = plan_cuts(Drops(), Plan(tensor={**plan.tensor, "drop": "colwise"}), 2)
+    assert [(cut.name, cut.kind) for cut in cuts.layers] == [("up", "column"), ("drop", "dropout"), ("down", "row")]
+    attention = Drops()
+    attention.drop.p, attention.num_heads, attention.attn_dropout = 0.0, 2, 0.1
+    with pytest.raises(PlanError, match=r"its attn_dropout of 0.1 is drawn for each rank's heads alone"):
+        plan_cuts(attention, plan, 2)
+
+
 def test_nothing_starts_where_a_module_cannot_be_cut() -> None:
     """The refusal comes from the caller's process, before ranks are started or data is read."""
     trainer = Trainer(

@@ -75,7 +75,7 @@ def norms_not_summed(patch: Patch) -> None:
 
 
 def masks_of_each_ranks_own(patch: Patch) -> None:
-    patch.setattr(layers.SequenceDropout, "forward", nn.Dropout.forward)
+    patch.setattr(layers.CutDropout, "forward", nn.Dropout.forward)
 
 
 def shards_drawn_anew(patch: Patch) -> None:

@@ -37,7 +37,7 @@ from stratagem.collectives import Communicator, Worker
 from stratagem.errors import PlanError
 from stratagem.plugins.tensor.functions import Span, all_gathered, reduce_scattered, spans
 
-OVERLAP_BYTES = 2**18
+OVERLAP_BYTES = 2**20
 """Smaller reductions are not worth a background thread's wake-up."""
 
 SEQUENCE_DIM = 1

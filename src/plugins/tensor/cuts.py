@@ -24,7 +24,7 @@ from stratagem.plugins.tensor.heads import Illegal, cut_columns, even
 from stratagem.plugins.tensor.layers import Output
 from stratagem.plugins.tensor.settings import STYLES, TensorSettings
 
-Kind = Literal["column", "shared", "row", "vocab", "wide", "sequence", "summed"]
+Kind = Literal["column", "shared", "row", "vocab", "wide", "sequence", "summed", "dropout"]
 
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _SPLITTING = ("rowwise_split_input", "rowwise_rep")
@@ -41,6 +41,7 @@ class Cut:
         name: the layer's.
         kind: `column`, `shared`, `row`, `vocab`, `wide`: see `layers`. `sequence`: parameters whole, it sees a share of
             the sequence. `summed`: parameters whole, it sees some heads. Gradients of both are summed over the axis.
+            `dropout`: it sees some features.
         spans: every rank's span of the dim that is cut.
         output: of a column layer.
         splits: whether a row layer's input is whole.
@@ -126,7 +127,8 @@ def _plan(module: nn.Module, plan: Plan, degree: int, settings: TensorSettings) 
         layer = modules[name]
         if style in ("colwise", "rowwise"):
             by_parent[name.rpartition(".")[0]][name] = style
-            _check_linear(layer, name)
+            if not (style == "colwise" and isinstance(layer, nn.Dropout)):
+                _check_linear(layer, name)
         elif style in _GATHERED:
             _check_linear(layer, name)
             output: Output = "whole" if any(part.isdigit() for part in name.split(".")) else "lazy"
@@ -144,7 +146,7 @@ def _plan(module: nn.Module, plan: Plan, degree: int, settings: TensorSettings) 
             found[name] = Cut(name, "sequence")
     heads = []
     for parent, members in by_parent.items():
-        cuts, counts = _siblings(modules, parent, members, degree, settings)
+        cuts, counts = _siblings(modules, parent, members, degree, settings, styles)
         found.update({cut.name: cut for cut in cuts})
         heads += counts
     cut_layers = tuple(found[name] for name in styles if name in found)
@@ -208,14 +210,26 @@ def _with_tied(styles: dict[str, str], modules: Mapping[str, nn.Module]) -> dict
 
 
 def _siblings(
-    modules: Mapping[str, nn.Module], parent: str, members: Mapping[str, str], degree: int, settings: TensorSettings
+    modules: Mapping[str, nn.Module],
+    parent: str,
+    members: Mapping[str, str],
+    degree: int,
+    settings: TensorSettings,
+    styled: Mapping[str, str],
 ) -> tuple[list[Cut], list[Heads]]:
     """The column and row layers of one module."""
+    dropouts = [name for name in members if isinstance(modules[name], nn.Dropout)]
+    members = {name: style for name, style in members.items() if name not in dropouts}
     columns = {name: _features(modules[name])[0] for name, style in members.items() if style == "colwise"}
     rows = {name: _features(modules[name])[1] for name, style in members.items() if style == "rowwise"}
     of_columns, of_rows, head = cut_columns(modules[parent], columns, rows, degree, uneven=settings.uneven)
     cuts = [Cut(n, "shared" if c.shared else "column", c.spans) for n, c in of_columns.items()]
     cuts += [Cut(name, "row", along) for name, along in of_rows.items()]
+    if dropouts and len(set(of_rows.values())) != 1:
+        raise PlanError("the features that it sees are unknown: no one row layer beside it", where=dropouts[0])
+    cuts += [Cut(name, "dropout", next(iter(of_rows.values()))) for name in dropouts]
+    if columns and rows:
+        _check_dropout(modules[parent], parent, head > 1, styled)
     if head == 1 or not of_columns:
         return cuts, []
 
@@ -224,6 +238,31 @@ def _siblings(
 
     ordered = sorted(columns, key=columns.__getitem__)
     return cuts, [Heads(parent, head, count(ordered[-1]), count(ordered[0]))]
+
+
+def _check_dropout(module: nn.Module, name: str, has_heads: bool, styled: Mapping[str, str]) -> None:
+    """Nothing may be drawn between column and row layers that is not drawn as one process would. Pure.
+
+    Raises:
+        PlanError: there is dropout of which the plan does not say where it is.
+    """
+    for key, child in module.named_children():
+        full = f"{name}.{key}" if name else key
+        if isinstance(child, nn.Dropout) and child.p > 0 and full not in styled:
+            raise PlanError(
+                f"the plan does not say whether its dropout of {child.p} sees some features or all",
+                where=full,
+                allowed="colwise: before the row layer; replicate: after it",
+                do=f"add it to tensor.plan: {{{full}: colwise}}",
+            )
+    for key, value in vars(module).items():
+        if has_heads and "drop" in key and isinstance(value, float) and value > 0:
+            raise PlanError(
+                f"its {key} of {value} is drawn for each rank's heads alone, not as in one process",
+                where=name,
+                allowed="0.0",
+                do=f"set {key} to 0.0",
+            )
 
 
 def _embedding(layer: nn.Module, name: str, style: str, degree: int) -> Cut:

@@ -11,13 +11,14 @@ keeps its forward and finds ours where it calls `super().forward`.
     RowLinear         weight [O, I/t]   bias [O]      input this rank's features, output whole
     VocabEmbedding    weight [V/t, D]                 looks up the tokens that it has, zeros for the others, summed
     WideEmbedding     weight [V, D/t]                 looks up this rank's features of every token, put together
+    CutDropout                                        this rank's slice of one process's mask
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal, final
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -171,13 +172,15 @@ class WideEmbedding(_Optional, nn.Embedding):
         return out
 
 
-@final
-class SequenceDropout(_Optional, nn.Dropout):
-    """Dropout of this rank's share of a sequence, `[B, T/t, ...]`, with the mask that one process would draw.
+class CutDropout(_Optional, nn.Dropout):
+    """Dropout of this rank's slice along a dim, with the mask that one process would draw.
 
-    Every rank draws the mask of the whole `[B, T, ...]` from torch's random state, which ranks of the axis have in
-    common, and uses its share. So masks do not depend on t, nor does what is drawn next. Nothing is sent.
+    Every rank draws the mask of the whole from torch's random state, which ranks of the axis have in common, and uses
+    its slice. So masks do not depend on t, nor does what is drawn next. Nothing is sent.
     """
+
+    dim: int
+    """`SEQUENCE_DIM`: the input is a share of the sequence that was cut last. -1: it is the span of the features."""
 
     @override
     def forward(self, input: Tensor) -> Tensor:
@@ -185,12 +188,12 @@ class SequenceDropout(_Optional, nn.Dropout):
         if not self.training or self.p == 0.0:
             return input
         axis = self.tensor_axis
-        shares = axis.shares_of(input)
+        along = axis.shares_of(input) if self.dim == SEQUENCE_DIM else self.spans
         shape = list(input.shape)
-        shape[SEQUENCE_DIM] = shares[-1][1]
+        shape[self.dim] = along[-1][1]
         mask = F.dropout(input.new_ones(()).expand(shape).contiguous(), self.p)
-        start, stop = shares[axis.rank]
-        return input * mask.narrow(SEQUENCE_DIM, start, stop - start)
+        start, stop = along[axis.rank]
+        return input * mask.narrow(self.dim, start, stop - start)
 
 
 def check_range(tokens: Tensor, size: int) -> None:

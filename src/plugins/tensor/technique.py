@@ -32,16 +32,16 @@ from stratagem.collectives import Worker
 from stratagem.errors import PlanError
 from stratagem.placement import Placement
 from stratagem.plan import Plan, matches
-from stratagem.plugins.tensor.axis import TensorAxis
+from stratagem.plugins.tensor.axis import SEQUENCE_DIM, TensorAxis
 from stratagem.plugins.tensor.cuts import Cut, Cuts, plan_cuts
 from stratagem.plugins.tensor.functions import all_reduced
 from stratagem.plugins.tensor.heads import localise
 from stratagem.plugins.tensor.infer import infer_plan
 from stratagem.plugins.tensor.layers import (
     ColumnLinear,
+    CutDropout,
     CutLayer,
     RowLinear,
-    SequenceDropout,
     SharedColumn,
     VocabEmbedding,
     WideEmbedding,
@@ -166,8 +166,9 @@ class TensorParallel(Technique):
             self._counts.append((parent, localise(parent, heads.size, queries, keys)))
 
     def _replace(self, layer: nn.Module, cut: Cut, parent: nn.Module | None) -> None:
-        if cut.kind == "sequence" and isinstance(layer, nn.Dropout):
-            install(layer, SequenceDropout, self._axis, ())
+        if isinstance(layer, nn.Dropout) and cut.kind in ("sequence", "dropout"):
+            dim = SEQUENCE_DIM if cut.kind == "sequence" else -1
+            install(layer, CutDropout, self._axis, cut.spans, dim=dim)
             self._layers.append(layer)
         if cut.kind not in _KINDS:
             return

@@ -363,25 +363,29 @@ def test_what_is_whole_is_equal_and_what_is_cut_is_a_slice() -> None:
 # -- bytes ----------------------------------------------------------------------------------------------------------
 
 
-def _sent(num_layers: int, settings: TensorSettings) -> tuple[int, int]:
-    """Bytes of one micro-batch, and bytes that forward keeps for backward, of a model of so many layers."""
+def _sent(num_layers: int, settings: TensorSettings | None) -> tuple[int, int]:
+    """Bytes of one micro-batch, and bytes that forward keeps for backward, of a model of so many layers.
+
+    Without settings, of one process.
+    """
     torch.manual_seed(0)
     here = cases.context()
     model = GPT(GPTConfig(vocab_size=64, num_layers=num_layers, hidden_size=64, num_heads=4, ffn_size=128))
-    TensorParallel(settings).apply(model, here)
+    if settings is not None:
+        TensorParallel(settings).apply(model, here)
     tokens = torch.zeros(2, 32, dtype=torch.int64)
     own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, int] = {}
+    kept: dict[int, Tensor] = {}
 
     def keep(tensor: Tensor) -> Tensor:
         if tensor.untyped_storage().data_ptr() not in own:
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            kept[tensor.untyped_storage().data_ptr()] = tensor  # alive, so that no other one gets its address
         return tensor
 
     before = here.traffic.total().num_bytes
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
         loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
-    num_kept = sum(kept.values())
+    num_kept = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
     loss.backward()
     sent = here.traffic.total().num_bytes - before
     here.close()
@@ -390,9 +394,13 @@ def _sent(num_layers: int, settings: TensorSettings) -> tuple[int, int]:
 
 @pytest.mark.ranks(2)
 def test_bytes_of_a_layer() -> None:
-    """Four all-reduces of `[B, T, D]`, whole sequences; with cut ones the same and two all-gathers more."""
+    """Four all-reduces of `[B, T, D]` with whole sequences; with cut ones the same, and two all-gathers in backward.
+
+    Of the activations of a layer, a rank keeps half with cut sequences, and about two thirds with whole ones: what the
+    norms read and what the column layers read is whole then.
+    """
     t, activation = dist.get_world_size(), 2 * 32 * 64 * 4
-    settings = {"whole": TensorSettings(sequence_parallel="off"), "cut": TensorSettings()}
+    settings = {"one": None, "whole": TensorSettings(sequence_parallel="off"), "cut": TensorSettings()}
     sent, kept = {}, {}
     for name, each in settings.items():
         small, large = _sent(1, each), _sent(3, each)
@@ -400,4 +408,5 @@ def test_bytes_of_a_layer() -> None:
     all_reduce = 2 * (t - 1) / t * activation
     assert sent["whole"] == pytest.approx(4 * all_reduce, rel=0.01)
     assert sent["cut"] == pytest.approx(5 * all_reduce, rel=0.01)
-    print(sent, kept)
+    assert kept["cut"] / kept["one"] == pytest.approx(0.5, abs=0.005)
+    assert kept["whole"] / kept["one"] == pytest.approx(0.65, abs=0.03)

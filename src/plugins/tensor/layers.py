@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -71,7 +71,7 @@ def uninstall(module: nn.Module) -> None:
         for name in ("tensor_axis", "plain_class", "spans", *getattr(module, "_option_names", ())):
             module.__dict__.pop(name, None)
         module.__dict__.pop("_option_names", None)
-        module.__class__ = plain
+        cast(nn.Module, module).__class__ = plain
 
 
 class _Optional(CutLayer):

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from typing_extensions import override
 
-from stratagem.checkpoint.parts import Box, Part, within
+from stratagem.checkpoint.parts import Box, Part, overlap, within
 from stratagem.checkpoint.tree import Stored, StoredState
 from stratagem.collectives import Communicator
 from stratagem.placement import Placement
@@ -70,9 +70,25 @@ def box_of(value: Any, placement: Placement) -> Any:
     if placement.box is None or not isinstance(value, Tensor | Stored) or tuple(value.shape) != placement.shape:
         return value
     if isinstance(value, Stored):
-        return value.box(placement.box)
-    everything = tuple((0, size) for size in placement.shape)
-    return within(value, everything, placement.box).clone(memory_format=torch.contiguous_format)
+        found = [value.box(box) for box in plain_boxes(placement)]
+        return found[0] if placement.packed is None else torch.cat(found, placement.packed[0])
+    everything = tuple((0, size) for size in placement.view_shape)
+    mine = within(value.reshape(placement.view_shape), everything, placement.box)
+    return mine.clone(memory_format=torch.contiguous_format).view(placement.local_shape)
+
+
+def plain_boxes(placement: Placement) -> list[Box]:
+    """The boxes of the parameter itself that this rank holds: one, or one of each packed run.
+
+    >>> plain_boxes(Placement("w", (6, 4), box=((0, 2), (1, 2), (0, 4)), packed=(0, 2)))
+    [((1, 2), (0, 4)), ((4, 5), (0, 4))]
+    """
+    assert placement.box is not None
+    if placement.packed is None:
+        return [placement.box]
+    dim, number = placement.packed
+    run, (start, stop) = placement.shape[dim] // number, placement.box[dim + 1]
+    return [(*placement.box[:dim], (n * run + start, n * run + stop), *placement.box[dim + 2 :]) for n in range(number)]
 
 
 @final
@@ -184,7 +200,8 @@ class Boxed(DataTechnique):
 
     def _whole(self, value: Tensor, place: Placement) -> Tensor | None:
         keep = self._comm.rank == 0
-        return put_together(value, place.shape, self._boxes[place.name], self._comm, keep=keep)
+        whole = put_together(value, place.view_shape, self._boxes[place.name], self._comm, keep=keep)
+        return None if whole is None else whole.view(place.shape)
 
     @override
     def module_parts(self, module: nn.Module) -> dict[str, Any]:
@@ -203,11 +220,21 @@ class Boxed(DataTechnique):
         """A tensor or part of the cut module, as a part of the whole one."""
         if place is None or place.box is None:
             return self._once(value) if isinstance(value, Part) else value
+        runs = _runs(place)
         if isinstance(value, Part) and value.shape == place.local_shape:
-            boxes = tuple(_moved(box, place.box) for box in value.boxes)
-            return Part(place.shape, value.dtype, boxes, value.tensors, value.copy, value.num_copies)
+            pieces = [
+                (_moved(common, local, plain), within(tensor, box, common))
+                for box, tensor in zip(value.boxes, value.tensors, strict=True)
+                for local, plain in runs
+                if (common := overlap(box, local)) is not None
+            ]
+            boxes, tensors = tuple(box for box, _ in pieces), tuple(tensor for _, tensor in pieces)
+            return Part(place.shape, value.dtype, boxes, tensors, value.copy, value.num_copies)
         if isinstance(value, Tensor) and tuple(value.shape) == place.local_shape and value.dim():
-            return Part(place.shape, value.dtype, (place.box,), (value.detach(),), self._copy, self._num_copies)
+            everything = tuple((0, size) for size in place.local_shape)
+            tensors = tuple(within(value.detach(), everything, local) for local, _ in runs)
+            boxes = tuple(plain for _, plain in runs)
+            return Part(place.shape, value.dtype, boxes, tensors, self._copy, self._num_copies)
         return value
 
     def _once(self, part: Part) -> Part:
@@ -271,17 +298,18 @@ class Boxed(DataTechnique):
     @override
     def window_gradients(self) -> tuple[dict[str, Tensor], dict[str, Part]]:
         """See Note [open windows]. Local."""
-        mine, reduced = self.inner.window_gradients()
+        theirs, reduced = self.inner.window_gradients()
         own: dict[str, Tensor] = {}
-        for name, gradient in mine.items():
+        for name, gradient in theirs.items():
             place = self._place(name)
             if place is None or place.box is None:
                 own[name] = gradient
                 continue
-            whole = gradient.new_zeros(place.shape)
-            everything = tuple((0, size) for size in place.shape)
-            within(whole, everything, place.box).copy_(gradient).mul_(self._comm.size)
-            own[name], own[self._exact(name, self.context.rank)] = whole, gradient
+            whole = gradient.new_zeros(place.view_shape)
+            everything = tuple((0, size) for size in place.view_shape)
+            mine = within(whole, everything, place.box)
+            mine.copy_(gradient.reshape(mine.shape)).mul_(self._comm.size)
+            own[name], own[self._exact(name, self.context.rank)] = whole.view(place.shape), gradient
         return own, {name: self._part(part, self._place(name)) for name, part in reduced.items()}
 
     @override
@@ -307,6 +335,20 @@ class Boxed(DataTechnique):
         return f"{name}@{rank}"
 
 
-def _moved(box: Box, into: Box) -> Box:
-    """A box of a box, in the coordinates of the whole."""
-    return tuple((a + start, b + start) for (a, b), (start, _) in zip(box, into, strict=True))
+def _runs(place: Placement) -> list[tuple[Box, Box]]:
+    """Per packed run, or once: where it lies in this rank's tensor, and where in the parameter."""
+    plain = plain_boxes(place)
+    if place.packed is None:
+        return [(tuple((0, size) for size in place.local_shape), plain[0])]
+    dim, number = place.packed
+    size = place.local_shape[dim] // number
+    local = [tuple((0, n) for n in place.local_shape) for _ in plain]
+    return [((*box[:dim], (n * size, (n + 1) * size), *box[dim + 1 :]), plain[n]) for n, box in enumerate(local)]
+
+
+def _moved(box: Box, within_: Box, into: Box) -> Box:
+    """A box that lies in one, in the coordinates of another."""
+    return tuple(
+        (a - start + target, b - start + target)
+        for (a, b), (start, _), (target, _) in zip(box, within_, into, strict=True)
+    )

@@ -53,6 +53,8 @@ class Placement:
         shard_axes: mesh axes over which the elements are divided, each on one rank.
         reduce_axes: mesh axes over which the gradient is averaged.
         aliases: further names of the same (tied) parameter.
+        packed: (dim, number) where a dim is several equal runs, one after the other, of each of which this rank holds
+            the same span: a fused `[gate; up]`. The box then is one of `view_shape`.
     """
 
     name: str
@@ -62,11 +64,12 @@ class Placement:
     shard_axes: tuple[str, ...] = ()
     reduce_axes: tuple[str, ...] = ()
     aliases: tuple[str, ...] = ()
+    packed: tuple[int, int] | None = None
 
     def __post_init__(self) -> None:
         if self.box is not None:
-            assert len(self.box) == len(self.shape), f"{self.name}: box {self.box} for shape {self.shape}"
-            for (start, stop), size in zip(self.box, self.shape, strict=True):
+            assert len(self.box) == len(self.view_shape), f"{self.name}: box {self.box} for shape {self.shape}"
+            for (start, stop), size in zip(self.box, self.view_shape, strict=True):
                 assert 0 <= start <= stop <= size, f"{self.name}: box {self.box} leaves shape {self.shape}"
         if self.flat is not None:
             assert 0 <= self.flat[0] <= self.flat[1] <= math.prod(self.local_shape), f"{self.name}: flat {self.flat}"
@@ -79,7 +82,25 @@ class Placement:
     @property
     def local_shape(self) -> tuple[int, ...]:
         """Shape of the box, before any flat cut."""
-        return self.shape if self.box is None else tuple(stop - start for start, stop in self.box)
+        if self.box is None:
+            return self.shape
+        sizes = tuple(stop - start for start, stop in self.box)
+        if self.packed is None:
+            return sizes
+        dim, number = self.packed
+        return (*sizes[:dim], number * sizes[dim + 1], *sizes[dim + 2 :])
+
+    @property
+    def view_shape(self) -> tuple[int, ...]:
+        """The global shape, with a packed dim as two.
+
+        >>> Placement("gate_up.weight", (6, 4), packed=(0, 2)).view_shape
+        (2, 3, 4)
+        """
+        if self.packed is None:
+            return self.shape
+        dim, number = self.packed
+        return (*self.shape[:dim], number, self.shape[dim] // number, *self.shape[dim + 1 :])
 
     @property
     def local_numel(self) -> int:

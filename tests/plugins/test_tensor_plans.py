@@ -61,8 +61,8 @@ def test_what_cannot_be_cut_is_refused_with_the_nearest_degrees() -> None:
         plan_cuts(nn.Sequential(nn.LayerNorm(4)), Plan(tensor={"0": "colwise"}), 2)
     with pytest.raises(PlanError, match="with max_norm cannot be cut"):
         plan_cuts(nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), Plan(tensor={"0": "embedding_rowwise"}), 2)
-    with pytest.raises(PlanError, match="the style 'moe_tp_experts' is not supported"):
-        plan_cuts(nn.Sequential(nn.Linear(4, 2)), Plan(tensor={"0": "moe_tp_experts"}), 2)
+    with pytest.raises(PlanError, match="the style 'mla_kv_a_proj' is not supported"):
+        plan_cuts(nn.Sequential(nn.Linear(4, 2)), Plan(tensor={"0": "mla_kv_a_proj"}), 2)
     always = TensorSettings(sequence_parallel="on")
     with pytest.raises(PlanError, match="does not say which layers see a share"):
         plan_cuts(nn.Sequential(nn.Linear(4, 2)), Plan(tensor={"0": "colwise_rep"}), 2, always)

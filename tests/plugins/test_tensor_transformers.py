@@ -43,6 +43,15 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
     "Phi3Config": {**_SIZES, "tie_word_embeddings": False},
     "Olmo2Config": _SIZES,
     "CohereConfig": {**_SIZES, "head_dim": 8},
+    "Qwen3MoeConfig": {
+        **_SIZES,
+        "head_dim": 8,
+        "moe_intermediate_size": 12,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+    },
+    "MixtralConfig": {**_SIZES, "num_local_experts": 4, "num_experts_per_tok": 2},
 }
 
 
@@ -53,6 +62,7 @@ def _model(name: str) -> nn.Module:
         for number, parameter in enumerate(model.parameters()):
             noise = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(number))
             parameter.add_(noise, alpha=0.1)  # biases and norms are not what they are initialised to
+    model.config._experts_implementation = "eager"  # the others have no float64
     return model.double()
 
 

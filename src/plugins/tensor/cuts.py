@@ -24,7 +24,7 @@ from stratagem.plugins.tensor.heads import Illegal, cut_columns, even
 from stratagem.plugins.tensor.layers import Output
 from stratagem.plugins.tensor.settings import STYLES, TensorSettings
 
-Kind = Literal["column", "shared", "row", "vocab", "wide", "sequence", "summed", "dropout"]
+Kind = Literal["column", "shared", "row", "vocab", "wide", "sequence", "summed", "dropout", "experts", "parameter"]
 
 _GATHERED = ("colwise_gather_output", "colwise_rep")
 _SPLITTING = ("rowwise_split_input", "rowwise_rep")
@@ -41,10 +41,13 @@ class Cut:
         name: the layer's.
         kind: `column`, `shared`, `row`, `vocab`, `wide`: see `layers`. `sequence`: parameters whole, it sees a share of
             the sequence. `summed`: parameters whole, it sees some heads. Gradients of both are summed over the axis.
-            `dropout`: it sees some features.
+            `dropout`: it sees some features. `experts`: a module of which every expert is cut, called with whole rows.
+            `parameter`: a parameter by itself, of such a module.
         spans: every rank's span of the dim that is cut.
         output: of a column layer.
         splits: whether a row layer's input is whole.
+        packed: equal runs of the dim that is cut, each of which is cut by the spans: 2 for a fused `[gate; up]`.
+        dim: of a parameter, which dim is cut.
     """
 
     name: str
@@ -52,6 +55,8 @@ class Cut:
     spans: tuple[Span, ...] = ()
     output: Output = "cut"
     splits: bool = False
+    packed: int = 1
+    dim: int = 0
 
 
 @final
@@ -140,6 +145,14 @@ def _plan(module: nn.Module, plan: Plan, degree: int, settings: TensorSettings) 
             found[name] = Cut(name, "row", along, splits=True)
         elif style in ("embedding_rowwise", "embedding_colwise"):
             found[name] = _embedding(layer, name, style, degree)
+        elif style == "packed_colwise":
+            _check_linear(layer, name)
+            along = even(_features(layer)[0] // 2, degree, 1, name, uneven=settings.uneven)
+            found[name] = Cut(name, "column", along, packed=2)
+        elif style == "moe_tp_experts":
+            if sequence:
+                raise PlanError("experts see whole sequences", where=name, do="set sequence_parallel: off")
+            found[name] = Cut(name, "experts")
         elif style == "replicated_with_grad_allreduce":
             found[name] = Cut(name, "summed")
         elif style == "sequence_parallel" and sequence:
@@ -149,7 +162,9 @@ def _plan(module: nn.Module, plan: Plan, degree: int, settings: TensorSettings) 
         cuts, counts = _siblings(modules, parent, members, degree, settings, styles)
         found.update({cut.name: cut for cut in cuts})
         heads += counts
-    cut_layers = tuple(found[name] for name in styles if name in found)
+    for name, style in _parameter_styles(module, plan, styles).items():
+        found[name] = _parameter(module.get_parameter(name), name, style, degree, settings)
+    cut_layers = tuple(found.values())
     return Cuts(cut_layers, tuple(heads), sequence, _whole(module, cut_layers))
 
 
@@ -164,16 +179,32 @@ def _styles(
             if style not in STYLES:
                 raise PlanError(f"the style {style!r} is not supported", where=name, allowed=", ".join(STYLES))
             found[name] = style
-    for name, _ in module.named_parameters():
-        style = plan.style_of(name)
-        if style not in (None, "replicate"):
-            raise PlanError(
-                f"the style {style!r} of a parameter that is no layer's weight is not supported",
-                where=name,
-                allowed="styles of layers",
-                do="take it and its module out by tensor.plan: {...: replicate}",
-            )
     return found
+
+
+def _parameter_styles(module: nn.Module, plan: Plan, styles: Mapping[str, str]) -> dict[str, str]:
+    """The style of every parameter that the plan names by itself: those of experts."""
+    found = {}
+    for name, _ in module.named_parameters():
+        style, owner = plan.style_of(name), name.rpartition(".")[0]
+        if style not in (None, "replicate"):
+            if styles.get(owner) != "moe_tp_experts" or style not in ("colwise", "packed_colwise", "rowwise"):
+                raise PlanError(
+                    f"the style {style!r} of a parameter is not supported here",
+                    where=name,
+                    allowed="colwise, packed_colwise, rowwise, in a module that is `moe_tp_experts`",
+                    do="take it and its module out by tensor.plan: {...: replicate}",
+                )
+            found[name] = str(style)
+    return found
+
+
+def _parameter(parameter: nn.Parameter, name: str, style: str, degree: int, settings: TensorSettings) -> Cut:
+    """Of `[..., out, in]`, as every expert's own linear layer would be cut."""
+    dim = parameter.dim() - 1 if style == "rowwise" else parameter.dim() - 2
+    packed = 2 if style == "packed_colwise" else 1
+    along = even(parameter.shape[dim] // packed, degree, 1, name, uneven=settings.uneven)
+    return Cut(name, "parameter", along, packed=packed, dim=dim)
 
 
 def _cuts_sequence(styles: Mapping[str, str], settings: TensorSettings) -> bool:
@@ -295,4 +326,5 @@ def _features(layer: nn.Module) -> tuple[int, int]:
 def _whole(module: nn.Module, layers: tuple[Cut, ...]) -> tuple[str, ...]:
     cut = {f"{layer.name}.weight" for layer in layers if layer.kind in ("column", "row", "vocab", "wide")}
     cut |= {f"{layer.name}.bias" for layer in layers if layer.kind == "column"}
+    cut |= {layer.name for layer in layers if layer.kind == "parameter"}
     return tuple(name for name, _ in module.named_parameters() if name not in cut)

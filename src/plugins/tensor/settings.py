@@ -18,6 +18,8 @@ STYLES = (
     "rowwise_rep",
     "embedding_rowwise",
     "embedding_colwise",
+    "packed_colwise",
+    "moe_tp_experts",
     "sequence_parallel",
     "replicated_with_grad_allreduce",
     "replicate",
@@ -32,8 +34,9 @@ class TensorSettings:
     Args:
         plan: styles by layer pattern, over those that the model carries in `_tp_plan`. `replicate` takes a layer out.
             Allowed: `colwise`, `colwise_gather_output` (or `colwise_rep`), `rowwise`, `rowwise_split_input` (or
-            `rowwise_rep`), `embedding_rowwise`, `embedding_colwise`, `sequence_parallel` (norms and dropout of the
-            residual stream), `replicated_with_grad_allreduce`, `replicate`.
+            `rowwise_rep`), `embedding_rowwise`, `embedding_colwise`, `packed_colwise` (a fused `[gate; up]`),
+            `moe_tp_experts`, `sequence_parallel` (norms and dropout of the residual stream),
+            `replicated_with_grad_allreduce`, `replicate`.
         sequence_parallel: cut what is between the blocks along the sequence. `auto`: where the plan names layers
             `sequence_parallel`, as `stratagem.models.GPT` does; `on` refuses a plan that does not; `off`.
         uneven: allow sizes that the ranks do not divide; the first ranks get one head, or feature, more. Vocabularies

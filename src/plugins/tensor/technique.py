@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from typing_extensions import override
 
-from stratagem.boxes import put_together
+from stratagem.boxes import box_of, put_together
 from stratagem.checkpoint.parts import Box
 from stratagem.collectives import Worker
 from stratagem.errors import PlanError
@@ -34,7 +34,7 @@ from stratagem.placement import Placement
 from stratagem.plan import Plan, matches
 from stratagem.plugins.tensor.axis import SEQUENCE_DIM, TensorAxis
 from stratagem.plugins.tensor.cuts import Cut, Cuts, plan_cuts
-from stratagem.plugins.tensor.functions import all_reduced
+from stratagem.plugins.tensor.functions import all_reduced, copy_to, reduce_from
 from stratagem.plugins.tensor.heads import localise
 from stratagem.plugins.tensor.infer import infer_plan
 from stratagem.plugins.tensor.layers import (
@@ -109,6 +109,8 @@ class TensorParallel(Technique):
         self.cuts: Cuts | None = None
         self._worker: Worker | None = None
         self._handles: list[RemovableHandle] = []
+        self._placed: dict[str, Placement] = {}
+        """As stated here; a later technique may divide further."""
         self._layers: list[nn.Module] = []
         self._counts: list[tuple[nn.Module, dict[str, int]]] = []
 
@@ -141,9 +143,12 @@ class TensorParallel(Technique):
 
     def _cut(self, cuts: Cuts) -> None:
         modules = dict(self._module.named_modules())
-        dims: dict[int, tuple[int, Cut]] = {}
+        dims: dict[int, tuple[int, Cut]] = {}  # by parameter
         summed: list[nn.Parameter] = []
         for cut in cuts.layers:
+            if cut.kind == "parameter":
+                dims[id(self._module.get_parameter(cut.name))] = cut.dim, cut
+                continue
             layer = modules[cut.name]
             weight, bias = getattr(layer, "weight", None), getattr(layer, "bias", None)
             self._replace(layer, cut, modules.get(cut.name.rpartition(".")[0]))
@@ -170,6 +175,9 @@ class TensorParallel(Technique):
             dim = SEQUENCE_DIM if cut.kind == "sequence" else -1
             install(layer, CutDropout, self._axis, cut.spans, dim=dim)
             self._layers.append(layer)
+        if cut.kind == "experts":
+            self._handles.append(layer.register_forward_pre_hook(self._enter_experts))
+            self._handles.append(layer.register_forward_hook(lambda *args: reduce_from(args[-1], self._comm)))
         if cut.kind not in _KINDS:
             return
         options: dict[str, Any] = {}
@@ -181,6 +189,13 @@ class TensorParallel(Technique):
         self._layers.append(layer)
         if isinstance(parent, nn.TransformerEncoderLayer):  # see Note [torch's fast path]
             self._handles.append(layer.register_forward_hook(lambda *_: None))
+
+    def _enter_experts(self, layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Rows and routing weights reach every rank's part of every expert. Nothing is sent before backward."""
+        return tuple(
+            copy_to(x, self._comm) if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad else x
+            for x in args
+        )
 
     @torch.no_grad()
     def _place(self, dims: dict[int, tuple[int, Cut]]) -> None:
@@ -196,14 +211,21 @@ class TensorParallel(Technique):
             dim, cut = dims[id(parameter)]
             start, stop = cut.spans[self._comm.rank]
             shape = tuple(parameter.shape)
+            packed = (dim, cut.packed) if cut.packed > 1 else None
             box: Box = tuple((start, stop) if d == dim else (0, size) for d, size in enumerate(shape))
-            aliases = tuple(names[id(parameter)][1:])
-            self._context.placements[name] = Placement(
-                name, shape, box=box, shard_axes=("tp",), reduce_axes=data, aliases=aliases
+            if packed is not None:
+                box = (*box[:dim], (0, cut.packed), *box[dim:])
+            place = Placement(
+                name,
+                shape,
+                box=box,
+                shard_axes=("tp",),
+                reduce_axes=data,
+                aliases=tuple(names[id(parameter)][1:]),
+                packed=packed,
             )
-            parameter.data = parameter.data.narrow(dim, start, stop - start).clone(
-                memory_format=torch.contiguous_format
-            )
+            self._context.placements[name] = self._placed[name] = place
+            parameter.data = box_of(parameter.data, place)
 
     def _sum_gradient(self, parameter: nn.Parameter) -> None:
         """See Note [gradients of what is whole]. A frozen parameter may be trained later, so it has the hook too."""
@@ -218,19 +240,15 @@ class TensorParallel(Technique):
         """Gives the module whole parameters and its own layers back. Collective over the axis; moves the model once."""
         if self.cuts is None:
             return
-        boxes = {
-            name: place
-            for name, place in self._context.placements.items()
-            if place.box is not None and place.shard_axes == ("tp",)
-        }
+        boxes = self._placed
         everyone = self._comm.gather_objects({name: place.box for name, place in boxes.items()})
         parameters = dict(self._module.named_parameters())
         for name, place in boxes.items():
             parameter: Tensor | None = parameters.get(name)
             if parameter is not None and tuple(parameter.shape) == place.local_shape:
-                whole = put_together(parameter, place.shape, [theirs[name] for theirs in everyone], self._comm)
+                whole = put_together(parameter, place.view_shape, [theirs[name] for theirs in everyone], self._comm)
                 assert whole is not None
-                parameter.data = whole
+                parameter.data = whole.view(place.shape)
         self._release()
 
     @override

@@ -6,10 +6,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from stratagem.testing.leaks import no_leaks
 
 pytest_plugins = ["pytester"]
+
+settings.register_profile("untimed", deadline=None)  # a busy machine makes no example wrong
+settings.load_profile("untimed")
 
 
 @pytest.fixture(autouse=True)

@@ -101,6 +101,7 @@ class Guard(Callback):
         self._logbook: Logbook | None = None
         self._checkpoints = Checkpoints()
         self._handles: list[Any] = []
+        self._hangs: list[str] = []
         self._loss: Tensor | None = None
         self._buffers: list[tuple[Tensor, Tensor]] = []
         self._in_window = self._closed = False
@@ -120,7 +121,7 @@ class Guard(Callback):
         self._peers = peers = Peers(trainer)
         began = peers.objects(time.time())[0]
         folder = Path(self.folder or Path(trainer.default_root_dir) / "guard")
-        self.attempt = Attempt(began, began)
+        self.attempt, self._hangs = Attempt(began, began), []
         if trainer.is_global_zero:
             self._logbook = Logbook(folder, resumes=trainer.ckpt_path is not None)
         if self.heartbeat is not None:
@@ -131,7 +132,7 @@ class Guard(Callback):
                 folder / "beats",
                 self.heartbeat,
                 token=str(began),
-                on_hang=lambda report: self._note(report["words"][0]),
+                on_hang=self._hear_of_hang,
             )
         if self.stragglers is not None and peers.size > 1:
             self._sampler, self._scores = Sampler(self._pulse), Scores(self.stragglers)
@@ -178,6 +179,9 @@ class Guard(Callback):
 
     @override
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        for hang in self._hangs:  # a peer that gave up first may have ended this rank, with words about itself
+            if hang not in str(exception):
+                exception.add_note(hang)
         self._end(trainer, type(exception).__name__)
 
     def _end(self, trainer: Trainer, outcome: str) -> None:
@@ -199,6 +203,10 @@ class Guard(Callback):
 
     def _note(self, text: str) -> None:
         self.attempt.notes.append(text)
+
+    def _hear_of_hang(self, report: dict[str, Any]) -> None:
+        self._hangs.append(report["words"][0])
+        self._note(report["words"][0])
 
     def _tell(self) -> None:
         pulse, attempt = self._pulse, self.attempt

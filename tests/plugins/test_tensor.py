@@ -42,7 +42,7 @@ def _random(*shape: int, seed: int = 0) -> Tensor:
 # -- collectives ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks(1, 3)
+@pytest.mark.ranks(3)
 def test_conjugate_collectives() -> None:
     """Forward and backward of each, with slices that are not even, and the bytes of their docstrings."""
     here = cases.context()
@@ -81,7 +81,7 @@ def test_conjugate_collectives() -> None:
 # -- the loss and the tensor that behaves like the whole ------------------------------------------------------------
 
 
-@pytest.mark.ranks(2, 3)
+@pytest.mark.ranks(3)
 def test_cross_entropy_is_that_of_whole_logits() -> None:
     """Every argument of `F.cross_entropy`; three numbers per place are sent, four with smoothing, none in backward."""
     here = cases.context()

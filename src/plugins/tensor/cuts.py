@@ -83,7 +83,7 @@ class Cuts:
     """All that is done with a module.
 
     Args:
-        layers: in the order of the module.
+        layers: in the order of the module; parameters by themselves last.
         heads: attention modules whose counts change.
         sequence: whether the sequence is cut between blocks.
         whole: parameters that stay whole on every rank.
@@ -162,9 +162,10 @@ def _plan(module: nn.Module, plan: Plan, degree: int, settings: TensorSettings) 
         cuts, counts = _siblings(modules, parent, members, degree, settings, styles)
         found.update({cut.name: cut for cut in cuts})
         heads += counts
-    for name, style in _parameter_styles(module, plan, styles).items():
+    alone = _parameter_styles(module, plan, styles)
+    for name, style in alone.items():
         found[name] = _parameter(module.get_parameter(name), name, style, degree, settings)
-    cut_layers = tuple(found.values())
+    cut_layers = tuple(found[name] for name in (*styles, *alone) if name in found)
     return Cuts(cut_layers, tuple(heads), sequence, _whole(module, cut_layers))
 
 

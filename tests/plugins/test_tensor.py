@@ -255,6 +255,35 @@ class Dropping(nn.Module):
         return logits
 
 
+class Attention(nn.Module):
+    """A fused `[q; k; v]` and `[gate; up]`, heads that are not square, counts read from attributes."""
+
+    _tp_plan: ClassVar[dict[str, str]] = {
+        "qkv": "packed_colwise",
+        "out": "rowwise",
+        "ffn.gate_up": "packed_colwise",
+        "ffn.down": "rowwise",
+        "head": "colwise_rep",
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_heads, self.n_embd = 4, 24
+        self.embed, self.head = nn.Embedding(cases.VOCAB, 8), nn.Linear(8, cases.VOCAB)
+        self.qkv, self.out = nn.Linear(8, 72), nn.Linear(24, 8)
+        self.ffn = nn.ModuleDict({"gate_up": nn.Linear(8, 20), "down": nn.Linear(10, 8)})
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embed(tokens)
+        rows = x.shape[:2]
+        q, k, v = (y.view(*rows, self.num_heads, -1).transpose(1, 2) for y in self.qkv(x).split(self.n_embd, -1))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(*rows, self.n_embd)
+        x = x + self.out(mixed)
+        gate, up = self.ffn["gate_up"](x).chunk(2, -1)
+        logits: Tensor = self.head(x + self.ffn["down"](torch.tanh(gate) * up))
+        return logits
+
+
 class Encoder(nn.Module):
     """Torch's own, which has no plan, and reads weights without calling layers when it evaluates."""
 
@@ -276,6 +305,12 @@ def dropping() -> nn.Module:
     return Dropping().double()
 
 
+def attention() -> nn.Module:
+    """The same on every rank."""
+    torch.manual_seed(0)
+    return Attention().double()
+
+
 def encoder() -> nn.Module:
     """The same on every rank."""
     torch.manual_seed(0)
@@ -283,8 +318,8 @@ def encoder() -> nn.Module:
 
 
 @pytest.mark.ranks(2)
-def test_dropout_of_cut_features_and_modules_without_a_plan() -> None:
-    for make in (dropping, encoder):
+def test_fused_layers_dropout_of_cut_features_and_modules_without_a_plan() -> None:
+    for make in (attention, dropping, encoder):
         found, expected = cases.train(make, cases.context()), cases.train(make)
         assert cases.distance(found, expected) <= 1e-10, make
     here, model, plain = cases.context(), encoder().eval(), encoder().eval()

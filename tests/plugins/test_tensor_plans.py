@@ -64,6 +64,10 @@ def test_what_cannot_be_cut_is_refused_with_the_nearest_degrees() -> None:
     with pytest.raises(PlanError, match="the style 'mla_kv_a_proj' is not supported"):
         plan_cuts(nn.Sequential(nn.Linear(4, 2)), Plan(tensor={"0": "mla_kv_a_proj"}), 2)
     always = TensorSettings(sequence_parallel="on")
+    fused = nn.ModuleDict({"qkv": nn.Linear(4, 24), "out": nn.Linear(8, 4)})
+    fused.num_heads = 2
+    with pytest.raises(PlanError, match=r"qkv: .*in an order that its name does not tell.*say packed_colwise"):
+        plan_cuts(fused, Plan(tensor={"qkv": "colwise", "out": "rowwise"}), 2)
     with pytest.raises(PlanError, match="does not say which layers see a share"):
         plan_cuts(nn.Sequential(nn.Linear(4, 2)), Plan(tensor={"0": "colwise_rep"}), 2, always)
     with pytest.raises(PlanError, match="has no plan"):

@@ -20,7 +20,7 @@ from torch import nn
 from stratagem.errors import PlanError
 from stratagem.plan import Plan
 from stratagem.plugins.tensor.functions import Span
-from stratagem.plugins.tensor.heads import Illegal, cut_columns, even
+from stratagem.plugins.tensor.heads import Illegal, cut_columns, even, head_size
 from stratagem.plugins.tensor.layers import Output
 from stratagem.plugins.tensor.settings import STYLES, TensorSettings
 
@@ -146,9 +146,7 @@ def _plan(module: nn.Module, plan: Plan, degree: int, settings: TensorSettings) 
         elif style in ("embedding_rowwise", "embedding_colwise"):
             found[name] = _embedding(layer, name, style, degree)
         elif style == "packed_colwise":
-            _check_linear(layer, name)
-            along = even(_features(layer)[0] // 2, degree, 1, name, uneven=settings.uneven)
-            found[name] = Cut(name, "column", along, packed=2)
+            found[name] = _packed(modules, name, styles, degree, settings)
         elif style == "moe_tp_experts":
             if sequence:
                 raise PlanError("experts see whole sequences", where=name, do="set sequence_parallel: off")
@@ -262,14 +260,33 @@ def _siblings(
     cuts += [Cut(name, "dropout", next(iter(of_rows.values()))) for name in dropouts]
     if columns and rows:
         _check_dropout(modules[parent], parent, head > 1, styled)
-    if head == 1 or not of_columns:
+    if head == 1:
         return cuts, []
+    sizes, along = columns or rows, {name: cut.spans for name, cut in of_columns.items()} or of_rows
 
     def count(name: str) -> tuple[int, tuple[int, ...]]:
-        return columns[name] // head, tuple((b - a) // head for a, b in of_columns[name].spans)
+        return sizes[name] // head, tuple((b - a) // head for a, b in along[name])
 
-    ordered = sorted(columns, key=columns.__getitem__)
+    ordered = sorted(sizes, key=sizes.__getitem__)
     return cuts, [Heads(parent, head, count(ordered[-1]), count(ordered[0]))]
+
+
+def _packed(
+    modules: Mapping[str, nn.Module], name: str, styles: Mapping[str, str], degree: int, settings: TensorSettings
+) -> Cut:
+    """A fused layer, of two equal runs or of as many as the row layer beside it tells: `[gate; up]`, `[q; k; v]`."""
+    layer, parent = modules[name], name.rpartition(".")[0]
+    _check_linear(layer, name)
+    beside = [n for n, style in styles.items() if style == "rowwise" and n.rpartition(".")[0] == parent]
+    size, number = _features(layer)[0], 2
+    if beside and size % _features(modules[beside[0]])[1] == 0:
+        number = size // _features(modules[beside[0]])[1]
+    if size % number:
+        raise PlanError(f"{size} features are not {number} equal runs", where=name)
+    unit = head_size(modules[parent], size // number) or 1
+    of = "heads" if unit > 1 else "features"
+    along = even(size // number, degree, unit, name, uneven=settings.uneven, of=of)
+    return Cut(name, "column", along, packed=number)
 
 
 def _check_dropout(module: nn.Module, name: str, has_heads: bool, styled: Mapping[str, str]) -> None:

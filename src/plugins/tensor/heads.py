@@ -19,13 +19,15 @@ from typing import final
 
 from torch import nn
 
+from stratagem.errors import PlanError
 from stratagem.plugins.tensor.functions import Span, spans
 
 HEAD_SIZES = ("head_dim", "head_size", "attention_head_size", "d_head")
 QUERY_COUNTS = ("num_heads", "n_heads", "n_head", "num_attention_heads", "nhead")
 KEY_COUNTS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 GROUPS = ("num_key_value_groups", "n_rep")
-WIDTHS = ("all_head_size", "split_size", "inner_dim")
+WIDTHS = ("all_head_size", "split_size", "inner_dim", "n_embd")
+FUSED_BY_HEAD = ("query_key_value",)
 
 
 @final
@@ -100,6 +102,7 @@ def cut_columns(
 
     Raises:
         Illegal: with the reason and the layer.
+        PlanError: a fused layer whose order nobody knows.
     """
     widest = max([*columns.values(), *rows.values()])
     fused = len(columns) == 1 and list(rows.values()) == [n // 3 for n in columns.values()]
@@ -107,6 +110,14 @@ def cut_columns(
     if head is None or any(size % head for size in (*columns.values(), *rows.values())):
         cuts = {name: ColumnCut(even(size, parts, 1, name, uneven=uneven)) for name, size in columns.items()}
         return cuts, {name: even(size, parts, 1, name, uneven=uneven) for name, size in rows.items()}, 1
+    for name in columns if fused else ():
+        if name.rpartition(".")[2] not in FUSED_BY_HEAD:
+            raise PlanError(
+                "it has three times the features that the row layer reads, in an order that its name does not tell",
+                where=name,
+                allowed=f"colwise for q, k, v of each head, called {' or '.join(FUSED_BY_HEAD)}; packed_colwise",
+                do="for [q; k; v], say packed_colwise",
+            )
     unit = 3 * head if fused else head
     found: dict[str, ColumnCut] = {}
     for name, size in columns.items():

@@ -93,7 +93,8 @@ class RankError(RuntimeError):
         details: that rank's own traceback, or the stack in which it hung.
         exitcode: its exit code, or minus the signal that ended it; None if it raised or hung.
 
-    The attribute `cause` holds what it raised, where that could travel here.
+    The attribute `cause` holds what it raised, where that could travel here, and `dead` all ranks whose process was
+    gone without a word when the run ended: killed or crashed, not those that were killed because they hung.
 
     Example:
         >>> raise RankError(1, 4, "killed by SIGKILL (out of memory?)", exitcode=-9)
@@ -110,6 +111,7 @@ class RankError(RuntimeError):
         self.rank, self.num_ranks = rank, num_ranks
         self.summary, self.details, self.exitcode = summary, details, exitcode
         self.cause: BaseException | None = None
+        self.dead: tuple[int, ...] = ()
 
 
 def _rebuild(cls: type[UserError], what: str, where: str, allowed: str, do: str) -> UserError:

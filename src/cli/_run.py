@@ -106,7 +106,10 @@ class RunCLI(LightningCLI):
         """
         assert isinstance(args, list), "RunCLI is built with the words of a command line"
         verb, words = args[0], args[1:]
-        if any(word.startswith("--print_config") or word.partition("=")[0].endswith("help") for word in words):
+        asks = bool({"-h", "--help"} & set(words))
+        if asks or any(word.startswith("--print_config") or word.partition("=")[0].endswith("help") for word in words):
+            if asks and verb == "fit":
+                restart_words.describe(self._subcommand_parsers[verb])
             self.config = parser.parse_args(args)  # prints and ends
             return
         settings = config.read(words)
@@ -199,7 +202,7 @@ class RunCLI(LightningCLI):
         arguments = super()._prepare_subcommand_kwargs(subcommand)
         if self._attempt is not None:
             arguments["ckpt_path"] = self._attempt.prepare(self.trainer, self.model, self.datamodule)
-            for_fresh_ranks(self._words, arguments["ckpt_path"])
+            for_fresh_ranks(self._words, self._attempt.named, arguments["ckpt_path"])
         return arguments
 
     @override

@@ -117,7 +117,7 @@ class Restarts:
                 if begun is None or ended.hopeless:
                     break
                 reason = self._reason_to_end()
-                if reason or not self._wait():
+                if reason or not self._wait(ended.drifted):
                     break
                 if begun.fitting:
                     devices = fewer(begun.devices, ended.died, begun.fitting)
@@ -233,11 +233,17 @@ class Restarts:
         causes = [f"{each.cause} (at step {each.reached})" for each in self._records if each.cause][-2:]
         return f"No further attempt: {_REASONS[verdict.reason]}. The last causes: {'; '.join(causes)}."
 
-    def _wait(self) -> bool:
+    def _wait(self, drifted: bool) -> bool:
         """Says what has happened and waits; False if a signal came meanwhile."""
         record, newest = self._records[-1], self._failures[-1].newest
         where = f"from step {newest}" if newest >= 0 else "from the beginning"
         print(f"\n{record.cause} (at step {record.reached}). Attempt {record.attempt + 2} goes on {where}.", flush=True)
+        if drifted and newest >= 0:
+            print(
+                f"A checkpoint since the last comparison that passed may hold the drift, that of step {newest} too. To "
+                "go on from an older one, end this run, move the newer ones away, and start it again.",
+                flush=True,
+            )
         until = time.monotonic() + self._pause
         while not self._signals and time.monotonic() < until:
             time.sleep(0.05)

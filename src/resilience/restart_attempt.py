@@ -26,7 +26,7 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer
 from typing_extensions import override
 
-from stratagem.errors import ConfigError, DivergedError, MeshError, RankError, UserError
+from stratagem.errors import ConfigError, DivergedError, DriftError, MeshError, RankError, UserError
 from stratagem.resilience import restart_search as search
 from stratagem.resilience.stopping import GracefulStop
 from stratagem.strategy.base import MeshStrategy
@@ -115,8 +115,9 @@ class Ended:
         error: what the user can mend, if it was refused.
         rank: which rank failed, of how many.
         cause: of a failure, in one line, and `details`: the rank's traceback.
-        died: how many ranks' processes were gone, as far as the launcher names them: it names the first.
+        died: how many ranks' processes were gone; of ranks that were not forked here, nobody knows it.
         hopeless: the same would come of the same.
+        drifted: replicas differed, and a checkpoint taken since they were compared may hold it.
     """
 
     kind: Literal["returned", "left", "refused", "failed"]
@@ -127,6 +128,7 @@ class Ended:
     details: str = ""
     died: int = 0
     hopeless: bool = False
+    drifted: bool = False
 
 
 @final
@@ -256,8 +258,9 @@ def outcome(work: Callable[[], Any], begun: Callable[[], Begun | None]) -> Ended
             rank=(error.rank, error.num_ranks),
             cause=error.summary,
             details=error.details,
-            died=int(error.exitcode is not None and error.cause is None),
+            died=max(len(error.dead), int(error.exitcode is not None and error.cause is None)),
             hopeless=isinstance(error.cause, DivergedError),
+            drifted=isinstance(error.cause, DriftError),
         )
     except Exception as error:  # of the only rank, which is this process, or of one that others started
         known = begun()
@@ -268,19 +271,25 @@ def outcome(work: Callable[[], Any], begun: Callable[[], Begun | None]) -> Ended
             cause=f"{type(error).__name__}: {error}",
             details=traceback.format_exc(),
             hopeless=known is None or isinstance(error, DivergedError),
+            drifted=isinstance(error, DriftError),
         )
     return Ended("returned")
 
 
-def for_fresh_ranks(words: list[str], path: str | None) -> None:
+def for_fresh_ranks(words: list[str], named: str, path: str | None) -> None:
     """Lets a launcher that starts this command afresh for each rank start this attempt, not the whole run again.
+
+    Such a rank reads `--resume` too, so that it writes and reads checkpoints as rank 0 does; where ranks are started by
+    others, it restarts nothing.
 
     Args:
         words: of the attempt's command line, verb first.
-        path: the checkpoint that it goes on from.
+        named: the checkpoint that the user named; empty for `auto`, whose rule finds each rank the same one.
+        path: the checkpoint that the attempt goes on from.
     """
     if words[0] in sys.argv:
-        sys.argv[1:] = [*words, *(["--ckpt_path", path] if path else [])]
+        rest = words[:-2] if named else words  # without the `--ckpt_path` of `Attempt.words`
+        sys.argv[1:] = [*rest, "--resume", (path or named) if named else "auto"]
 
 
 def number_for_ranks(number: int) -> None:

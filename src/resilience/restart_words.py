@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 
 from lightning.fabric.plugins.environments.lightning import LightningEnvironment
@@ -14,7 +15,20 @@ from lightning.fabric.plugins.environments.torchelastic import TorchElasticEnvir
 from stratagem.errors import ConfigError
 from stratagem.resilience.restart import Resume
 
-OPTIONS = ("resume", "max-restarts", "min-devices")
+OPTIONS = {
+    "resume": (
+        "auto|FOLDER",
+        "go on from the newest checkpoint of this run, or from this one, and again when a rank fails; the callback "
+        "ModelCheckpoint keeps them. Not with --ckpt_path",
+    ),
+    "max-restarts": ("N", "restarts without a newer checkpoint in between, at most, 3 if left out; 0 for none"),
+    "min-devices": (
+        "N",
+        "after a rank has died go on with fewer devices, N at least, where they divide the global batch; if left out, "
+        "with the same number",
+    ),
+}
+"""What their values are called, and what they do."""
 
 
 def take(verb: str, words: Sequence[str]) -> tuple[Resume | None, list[str]]:
@@ -51,6 +65,13 @@ def take(verb: str, words: Sequence[str]) -> tuple[Resume | None, list[str]]:
         raise ConfigError("it says nothing without --resume", where=f"--{next(iter(found))}", do="add --resume auto")
     restarts, devices = _number(found, "max-restarts", 3, 0), _number(found, "min-devices", 0, 1)
     return Resume(found["resume"], restarts, devices), rest
+
+
+def describe(parser: argparse.ArgumentParser) -> None:
+    """Adds the options to a help text; a parser that parses a run must not know them, or it would hand them on."""
+    group = parser.add_argument_group("Restarts")
+    for option, (metavar, text) in OPTIONS.items():
+        group.add_argument(f"--{option}", metavar=metavar, help=text, default=argparse.SUPPRESS)
 
 
 def refuse_where_others_restart(options: Resume, words: Sequence[str]) -> bool:

@@ -160,9 +160,9 @@ class GracefulStop(Callback):
                 f"go on with --resume auto, or --ckpt_path {self.stopped}",
                 flush=True,
             )
-        if by_signal and not _is_forked(trainer):
+        if by_signal and not _is_forked(trainer) and not (_started_by_rank_0(trainer) and trainer.global_rank):
             raise SystemExit(STOPPED_BY_SIGNAL)
-        if by_signal and trainer.is_global_zero:
+        if by_signal and _is_forked(trainer) and trainer.is_global_zero:
             os.kill(os.getppid(), signal.SIGTERM)  # it ends with 143, wherever the signal came first
         raise _TunerExitException
 
@@ -186,3 +186,10 @@ class GracefulStop(Callback):
 def _is_forked(trainer: Trainer) -> bool:
     """Whether this is a rank that `WarmLauncher` has forked: it has put its own function in place of Lightning's."""
     return "_sigterm_notifier_fn" in vars(trainer._signal_connector)
+
+
+def _started_by_rank_0(trainer: Trainer) -> bool:
+    """Collective: whether rank 0 has started the others as Lightning's `ddp` does: it dies if one of them leaves with
+    another code than 0 before it is gone itself."""
+    found: bool = trainer.strategy.broadcast(bool(getattr(trainer.strategy.launcher, "procs", ())))
+    return found

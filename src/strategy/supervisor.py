@@ -198,7 +198,10 @@ class Supervisor:
         if self._signals:
             raise SystemExit(128 + self._signals[0])
         if any(rank.failed or rank.stack is not None for rank in self._ranks):
-            raise self._error()
+            error = self._error()
+            silent = [rank for rank in self._ranks if rank.report is None and rank.stack is None]
+            error.dead = tuple(rank.number for rank in silent)
+            raise error
 
     def kill(self, signum: int) -> None:
         """Send every living rank a signal."""

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,18 @@ from lightning.pytorch.demos.boring_classes import BoringModel
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
-from stratagem.errors import CheckpointError, ConfigError, RankError
+from stratagem.cli import main
+from stratagem.errors import CheckpointError, ConfigError, DriftError, RankError
 from stratagem.resilience import restart_policy
 from stratagem.resilience import restart_report as report
 from stratagem.resilience import restart_search as search
 from stratagem.resilience.restart import Restarts, Resume
 from stratagem.resilience.restart_attempt import Attempt, Begun, Slots, fitting_devices
 from stratagem.resilience.restart_policy import LONGEST_WAIT, Failure, judge
-from stratagem.resilience.restart_words import refuse_where_others_restart, take
+from stratagem.resilience.restart_words import OPTIONS, refuse_where_others_restart, take
 from stratagem.strategy.checkpoint_io import FaultTolerantCheckpointIO
+from stratagem.strategy.rank_process import Rank
+from stratagem.strategy.supervisor import supervised
 
 
 def save(path: Path, step: int, model: BoringModel | None = None) -> None:
@@ -73,6 +77,13 @@ def test_what_others_do_not_allow_is_refused(monkeypatch: pytest.MonkeyPatch) ->
     assert refuse_where_others_restart(Resume(), ["--resume", "auto"])
     with pytest.raises(ConfigError, match="restarted by it alone"):
         refuse_where_others_restart(Resume(), ["--resume", "auto", "--max-restarts=2"])
+
+
+def test_the_options_are_in_the_help_of_fit_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    for verb, shown in (("fit", True), ("validate", False)):
+        assert main([verb, "-h"]) == 0
+        text = capsys.readouterr().out
+        assert all((f"--{option} " in text) == shown for option in OPTIONS)
 
 
 # -- from what ------------------------------------------------------------------------------------------------------
@@ -162,6 +173,19 @@ def test_fewer_devices_only_where_the_global_batch_stays(tmp_path: Path) -> None
     assert fitting_devices(accumulating, data, 1) == (1, 2, 4)
 
 
+def test_all_ranks_that_died_are_known(tmp_path: Path) -> None:
+    def end(rank: Rank, message: object) -> None:
+        if rank.number in (1, 3):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with supervised(4, timedelta(seconds=60)) as ranks:
+        ranks.start(end)
+        ranks.tell(None)
+        with pytest.raises(RankError) as failure:
+            ranks.wait()
+    assert failure.value.dead == (1, 3)
+
+
 # -- the attempts, without a Trainer --------------------------------------------------------------------------------
 
 
@@ -179,6 +203,10 @@ def play(attempt: Attempt, folder: str, acts: list[str]) -> None:
         save(Path(folder) / f"{saved}.ckpt", int(saved))
     if act == "dies":
         raise RankError(1, 4, "it was killed", exitcode=-9)
+    if act in ("two-die", "drifts"):
+        error = RankError(1, 4, "it was killed", exitcode=-9 if act == "two-die" else None)
+        error.dead, error.cause = ((1, 2), None) if act == "two-die" else ((), DriftError("rank 2 is odd"))
+        raise error
     if act in ("raises", "moves"):
         raise RankError(1, 4, "boom")
     if act == "vanishes":
@@ -233,6 +261,16 @@ def test_attempts_end_where_another_one_would_be_in_vain(tmp_path: Path) -> None
     error, log = played(tmp_path / "refused", "raises 3", "refuses", "returns")
     assert (type(error), str(error), len(log)) == (ConfigError, "trainer: it is wrong.", 2)
     assert played(tmp_path / "stopped", "raises 3", "leaves", "returns")[0] == 143
+
+
+@pytest.mark.usefixtures("impatient")
+def test_each_rank_that_died_is_a_device_fewer_and_a_drift_is_said(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert played(tmp_path / "two", "two-die 3", "returns 7")[1] == ["0 0 -1 0", "1 2 3 1"]
+    assert "may hold the drift" not in capfd.readouterr().out
+    assert played(tmp_path / "drift", "drifts 3", "returns 7")[1] == ["0 0 -1 0", "1 4 3 1"]
+    assert "may hold the drift, that of step 3 too" in capfd.readouterr().out
 
 
 def test_what_restarts_cost_is_counted(tmp_path: Path) -> None:

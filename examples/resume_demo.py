@@ -163,19 +163,36 @@ def compare(calm: Path, other: Path) -> dict[str, Any]:
 
 
 def picture(path: Path, calm: Path, runs: dict[str, Path]) -> None:
-    """The losses, one attempt after the other, on those of the undisturbed run."""
+    """A panel per run: the losses of its attempts, one after the other, on those of the undisturbed run."""
     import plotly.graph_objects as go
+    from plotly.subplots import make_subplots
 
-    losses = history(calm)[0]
-    figure = go.Figure(
-        go.Scatter(x=list(losses), y=list(losses.values()), name="nobody killed", line={"width": 9, "color": "#cfd8e3"})
-    )
-    for run, folder in runs.items():
+    losses, colors = history(calm)[0], ("#1f5fa8", "#d1622b", "#2c8a57")
+    undisturbed = {"x": list(losses), "y": list(losses.values()), "name": "nobody is killed", "mode": "lines"}
+    titles = {"same": "4 ranks go on, with the same bits", "fewer": "3 ranks go on, with the same global batch"}
+    figure = make_subplots(cols=len(runs), subplot_titles=[titles[run] for run in runs], shared_yaxes=True)
+    for column, folder in enumerate(runs.values(), 1):
+        line = {"width": 12, "color": "#cfd8e3"}
+        figure.add_trace(go.Scatter(**undisturbed, line=line, showlegend=column == 1), row=1, col=column)
         for attempt, points in history(folder)[2].items():
             steps, values = zip(*points, strict=True)
-            figure.add_scatter(x=steps, y=values, name=f"{run}, attempt {attempt + 1}", mode="lines+markers")
-    figure.update_layout(xaxis_title="optimizer step", yaxis_title="loss", template="plotly_white")
-    figure.update_layout(title="A rank is killed at steps 4 and 8, and the run comes back by itself")
+            marker = {"size": 8 + 5 * attempt, "symbol": "circle-open", "line": {"width": 2}}  # a redone step has two
+            figure.add_scatter(
+                x=steps,
+                y=values,
+                name=f"attempt {attempt + 1}",
+                mode="lines+markers",
+                line={"color": colors[attempt]},
+                marker=marker,
+                showlegend=column == 1,
+                row=1,
+                col=column,
+            )
+        for step in KILLS:
+            figure.add_vline(x=step + 0.5, line_dash="dot", annotation_text="killed", row=1, col=column)
+    figure.update_xaxes(title="optimizer step")
+    figure.update_yaxes(title="loss", col=1)
+    figure.update_layout(title="A rank is killed twice, and the run comes back by itself", template="plotly_white")
     figure.write_html(path)
 
 

@@ -58,7 +58,7 @@ def test_on_fewer_ranks_the_global_batch_is_kept(demo: ModuleType, calm: Path, t
     assert found["weights"] < 1e-10
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_torchrun_restarts_and_each_start_finds_the_newest(demo: ModuleType, calm: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     folder.mkdir()
@@ -83,7 +83,7 @@ def test_torchrun_restarts_and_each_start_finds_the_newest(demo: ModuleType, cal
     assert max(abs(losses[step] - wanted[step]) for step in wanted) < 1e-10
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 def test_the_same_failure_again_ends_the_run_with_both_causes(demo: ModuleType, tmp_path: Path) -> None:
     folder = tmp_path / "loop"
     folder.mkdir()

@@ -14,14 +14,17 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer, seed_everything
+from lightning.pytorch.callbacks import ModelCheckpoint
 from typing_extensions import override
 
+from stratagem.checkpoint import commit
 from stratagem.checkpoint.reading import Reader
 from stratagem.errors import ConfigError
 from stratagem.models import GPT, CausalLM, GPTConfig, TextData
 from stratagem.models.optim import OptimizerSettings
 from stratagem.resilience.stopping import STOPPED_BY_SIGNAL, GracefulStop, duration
-from stratagem.testing import run_ranks
+from stratagem.strategy.checkpoint_io import FaultTolerantCheckpointIO
+from stratagem.testing import Fault, Faults, run_ranks
 
 BATCHES = 9  # batches of training, with windows of two: the last one is half a window
 
@@ -36,6 +39,21 @@ class Sent(Callback):
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
         if (batch_idx, trainer.global_rank) == (self.batch, self.rank):
             os.kill(os.getppid() if self.to_parent else os.getpid(), self.signum)
+
+
+class InValidation(Callback):
+    """Sends SIGTERM to rank 1 in the first batch of a validation, and counts those batches."""
+
+    def __init__(self) -> None:
+        self.validated = 0
+
+    @override
+    def on_validation_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int, dataloader_idx: int = 0
+    ) -> None:
+        self.validated += 1
+        if (self.validated, trainer.global_rank) == (1, 1):
+            os.kill(os.getpid(), signal.SIGTERM)
 
 
 class Losses(Callback):
@@ -65,8 +83,7 @@ def fit(folder: str, strategy: str, *callbacks: Callback, ckpt_path: str | None 
         callbacks=[losses, *callbacks],
         accumulate_grad_batches=2,
         limit_train_batches=BATCHES,
-        limit_val_batches=0,
-        **{**defaults, **quiet, **options},
+        **{"limit_val_batches": 0, **defaults, **quiet, **options},
     )
     code = 0
     try:
@@ -100,6 +117,27 @@ def test_all_stop_at_the_same_batch_and_go_on_as_if_they_had_not(strategy: str, 
         assert {**stopped[1], **went_on[1]} == calm[1]
         assert list(went_on[1]) == list(range(batch + 1, BATCHES))
         assert all(torch.equal(weight, went_on[2][name]) for name, weight in calm[2].items())
+
+
+def stop_among_others(folder: str) -> Any:
+    """In a gang: a signal while validation runs; and one while a save is written in the background."""
+    inside = InValidation()
+    validating = {"val_check_interval": 4, "limit_val_batches": 2, "num_sanity_val_steps": 0}
+    code, seen, _ = fit(f"{folder}/inside", "ring_ddp", inside, GracefulStop(), **validating)
+    io = FaultTolerantCheckpointIO(async_save=True)
+    kept = ModelCheckpoint(f"{folder}/flying", filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    slow = Faults([Fault("slow", rank=1, step=2, moment="save_writing", seconds=1.0)])
+    options = {"plugins": [io], "enable_checkpointing": True}
+    stopped = fit(f"{folder}/flying", "ring_ddp", Sent(4, 1, signal.SIGTERM), slow, kept, GracefulStop(), **options)
+    whole = {path.name: commit.faults(path, deep=True) for path in commit.candidates(Path(folder) / "flying")}
+    return (code, list(seen), inside.validated), (stopped[0], whole)
+
+
+def test_a_stop_lets_a_validation_end_and_a_save_that_is_in_flight_land(tmp_path: Path) -> None:
+    for inside, (code, whole) in run_ranks(2, stop_among_others, {"folder": str(tmp_path)}):
+        assert inside == (STOPPED_BY_SIGNAL, [0, 1, 2, 3, 4], 2)  # one batch of training after the validation
+        assert code == STOPPED_BY_SIGNAL
+        assert whole == {"step=1.ckpt": [], "step=2.ckpt": [], "stopped-step=2.ckpt": []}
 
 
 def test_times_are_understood() -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from stratagem.errors import ConfigError
-from stratagem.plugins.pipeline.actions import Schedule, loop
+from stratagem.plugins.pipeline.actions import Action, Schedule, loop
 from stratagem.plugins.pipeline.schedules.tape import alternate, check_counts, depth_first, group_size
 
 
@@ -42,10 +42,20 @@ def interleaved_1f1b(
         )
     counts = (num_ranks, num_micro_batches, num_chunks)
     size = group_size("interleaved_1f1b", counts, group)
-    ranks = tuple(
-        # A gradient comes back to rank r after (p - 1 - r) hops there and as many back, so twice as many forwards
-        # as in 1F1B keep it busy until then.
-        alternate(*depth_first(rank, counts, size), warmup=(num_chunks - 1) * size + 2 * (num_ranks - 1 - rank))
-        for rank in range(num_ranks)
-    )
+    ranks = tuple(interleaved_order(rank, counts, size) for rank in range(num_ranks))
     return Schedule("interleaved_1f1b", num_micro_batches, loop(num_ranks, num_chunks), ranks)
+
+
+def interleaved_order(rank: int, counts: tuple[int, int, int], group: int) -> tuple[Action, ...]:
+    """The order of one rank. Any group gives an order that can run; whether it is worth running `group_size` says.
+
+    A gradient comes back to rank r after p - 1 - r hops there and as many back, so twice as many forwards as in 1F1B
+    keep it busy until then.
+
+    Args:
+        counts: p, m, v.
+        group: micro-batches that go through one chunk before the next; all, if there are no more.
+    """
+    num_ranks, num_micro_batches, num_chunks = counts
+    group = min(group, num_micro_batches)
+    return alternate(*depth_first(rank, counts, group), warmup=(num_chunks - 1) * group + 2 * (num_ranks - 1 - rank))

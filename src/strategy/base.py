@@ -173,8 +173,8 @@ class MeshStrategy(PlainState, ABC):
         self.model_to_device()
         if fitting and self._layer_sync is not None:
             convert_batchnorm(self.model, self.context)
-        self._techniques = self.make_techniques()
-        for technique in self._techniques:
+        for technique in self.make_techniques():
+            self._techniques.append(technique)  # one whose turn did not come has nothing to end
             technique.apply(self.model, self.context)
         if fitting:
             self.setup_optimizers(trainer)

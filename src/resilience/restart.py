@@ -39,6 +39,7 @@ _PASSED_ON = {
     signal.SIGUSR1: signal.SIGTERM,  # in forked ranks it asks where they hang
     signal.SIGUSR2: signal.SIGTERM,
 }
+_GRACE = 5.0  # seconds that ranks started afresh have to end by themselves, after the attempt that started them
 _REASONS = {
     "none": "No further attempt: --max-restarts is 0.",
     "loop": "the same failure at the same step twice, with no newer checkpoint in between",
@@ -154,11 +155,13 @@ class Restarts:
             self._pass_on(signum)
         begun, ended = _listen(ours)
         process.join()
-        self._child = 0
+        self._child, group = 0, process.pid or 0
         ours.close()
         if ended is None:
             how = f"it was ended by signal {-(process.exitcode or 0)}" if (process.exitcode or 0) < 0 else "it left"
             ended = Ended("failed", 1, cause=f"the process that holds the ranks is gone: {how}")
+        if ended.kind == "failed" or self._signals:
+            _clear(group)
         process.close()
         if begun is not None and self._first is not None and not begun.fitting:
             begun = replace(begun, fitting=self._first.fitting)
@@ -272,6 +275,16 @@ class Restarts:
         if self._child:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._child, _PASSED_ON[signal.Signals(signum)])
+
+
+def _clear(group: int) -> None:
+    """Ends what an attempt has left behind in its process group: ranks that it has not forked but started afresh."""
+    until = time.monotonic() + _GRACE
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < until:
+            os.killpg(group, 0)
+            time.sleep(0.05)
+        os.killpg(group, signal.SIGKILL)
 
 
 def _listen(pipe: Connection) -> tuple[Begun | None, Ended | None]:

@@ -3,10 +3,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
 import signal
+import subprocess
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -22,7 +24,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from stratagem.cli import main
 from stratagem.errors import CheckpointError, ConfigError, DriftError, RankError
-from stratagem.resilience import restart_policy
+from stratagem.resilience import restart, restart_policy
 from stratagem.resilience import restart_report as report
 from stratagem.resilience import restart_search as search
 from stratagem.resilience.restart import Restarts, Resume
@@ -210,6 +212,7 @@ def play(attempt: Attempt, folder: str, acts: list[str]) -> None:
     if act in ("raises", "moves"):
         raise RankError(1, 4, "boom")
     if act == "vanishes":
+        subprocess.Popen(["sleep", "600"])  # a rank of ddp, which would wait for this one
         os.kill(os.getpid(), signal.SIGKILL)
     if act == "refuses":
         raise ConfigError("it is wrong", where="trainer")
@@ -228,15 +231,33 @@ def played(folder: Path, *acts: str, **options: int) -> tuple[Any, list[str]]:
     return result, (folder / "log.txt").read_text().splitlines()
 
 
+def _is_gone(group: int) -> bool:
+    """Whether the process group has no living member; zombies, which wait for their new parent, do not count."""
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with contextlib.suppress(OSError):
+            state, _, its = stat.read_text().rpartition(")")[2].split()[:3]
+            if int(its) == group and state not in "ZX":
+                return False
+    return True
+
+
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Attempts follow at once."""
     monkeypatch.setattr(restart_policy, "LONGEST_WAIT", 0.0)
+    monkeypatch.setattr(restart, "_GRACE", 0.2)
 
 
 @pytest.mark.usefixtures("impatient")
-def test_attempts_go_on_until_the_run_is_done(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_attempts_go_on_until_the_run_is_done(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cleared: list[int] = []
+    monkeypatch.setattr(restart, "_clear", lambda group, clear=restart._clear: (clear(group), cleared.append(group)))
     code, log = played(tmp_path / "a", "dies 3", "raises 4", "vanishes 5", "dies 6", "returns 7")
+    assert len(cleared) == 4
+    for group in cleared:
+        assert _is_gone(group)
     assert code == 0
     assert log == ["0 0 -1 0", "1 3 3 1", "2 3 4 2", "3 3 5 3", "4 2 6 4"]
     summary = json.loads((tmp_path / "a" / "restarts.json").read_text())

@@ -6,6 +6,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -99,3 +100,28 @@ def test_the_same_failure_again_ends_the_run_with_both_causes(demo: ModuleType, 
     assert "the same failure at the same step twice" in done.stderr
     assert done.stderr.count("rank 1 was told to raise at step 4 (at step 4)") == 2
     assert len(json.loads((folder / "guard" / "restarts.json").read_text())["attempts"]) == 2
+
+
+@pytest.mark.exhaustive
+def test_lightnings_own_ddp_loses_a_rank_and_is_stopped_and_goes_on(demo: ModuleType, tmp_path: Path) -> None:
+    folder = tmp_path / "ddp"
+    folder.mkdir()
+    settings = demo.settings(folder, (4,))
+    settings["trainer"] |= {"devices": 2, "strategy": "ddp"}
+    callbacks = settings["trainer"]["callbacks"]
+    callbacks[0]["init_args"]["faults"][0]["rank"] = 1
+    sent = {"batch": 7, "rank": 0, "signum": signal.SIGTERM.value, "to_parent": True}  # the parent is that of attempts
+    callbacks += [{"class_path": "tests.resilience.test_stopping.Sent", "init_args": sent}]
+    callbacks += [{"class_path": "stratagem.resilience.stopping.GracefulStop"}]
+    (folder / "run.yaml").write_text(yaml.safe_dump(settings))
+    command = [sys.executable, "-m", "stratagem", "fit", "--config", str(folder / "run.yaml"), "--resume", "auto"]
+    kept = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+    environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT / 'examples'}{os.pathsep}{ROOT}"}
+    for code, newest in ((143, "stopped-step=8.ckpt"), (0, "step=12.ckpt")):
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
+        assert done.returncode == code, done.stderr[-3000:]
+        assert (folder / "kept" / newest).is_dir()
+    # Not the losses: Lightning's ddp loads into float32, before it makes the module float64.
+    losses, _, attempts = demo.history(folder)
+    assert list(losses) == list(range(1, demo.STEPS + 1))
+    assert [points[0][0] for points in attempts.values()] == [1, 4]

@@ -23,7 +23,8 @@ from stratagem.checkpoint.manifest import METADATA, OBJECTS, Manifest
 from stratagem.checkpoint.parts import Box
 
 OBJECTS_KEY = "lightning"
-"""The name under which torch.distributed.checkpoint finds what is no tensor."""
+"""The name under which torch.distributed.checkpoint finds what is no tensor; with underscores behind it
+where a tensor has that name."""
 
 
 def describe(manifest: Manifest) -> Metadata:
@@ -40,8 +41,11 @@ def describe(manifest: Manifest) -> Metadata:
             index = MetadataIndex(name, _offsets(chunk.box), number)
             storage[index] = _StorageInfo(chunk.file, chunk.offset, chunk.length)
     if OBJECTS in manifest.files:
-        state[OBJECTS_KEY] = BytesStorageMetadata()
-        storage[MetadataIndex(OBJECTS_KEY)] = _StorageInfo(OBJECTS, 0, manifest.files[OBJECTS].num_bytes)
+        key = OBJECTS_KEY
+        while key in state:  # a parameter may be called so
+            key += "_"
+        state[key] = BytesStorageMetadata()
+        storage[MetadataIndex(key)] = _StorageInfo(OBJECTS, 0, manifest.files[OBJECTS].num_bytes)
     planner: Mapping[str, tuple[str, ...]] = {name: (name,) for name in state}
     return Metadata(state, planner_data=dict(planner), storage_data=storage)
 

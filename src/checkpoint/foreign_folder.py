@@ -70,11 +70,14 @@ def write(picture: Picture, draft: commit.Draft) -> None:
             source[tree.OPTIMIZERS], extra.get("optimizer_names"), to_names=True
         )
     leaves: dict[int, tuple[str, Leaf]] = {}
+    named = tree.Names(source)
 
     def leaf(at: tree.Path, value: Any) -> Any:
         if not isinstance(value, Leaf):
             return value
-        name, _ = leaves.setdefault(id(value), (tree.name_of(at), value))
+        if id(value) not in leaves:
+            leaves[id(value)] = (named(at), value)
+        name, _ = leaves[id(value)]
         return {tree.LEAF: tree.name_of(at) if len(at) == 2 and at[0] == tree.STATE else name}
 
     rest = replaced(source, leaf)

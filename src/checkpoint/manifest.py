@@ -15,6 +15,8 @@ them into memory without copying or unpickling anything.
 from __future__ import annotations
 
 import json
+import re
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, final
@@ -132,8 +134,8 @@ class Manifest:
         return sum(numel(tuple((0, n) for n in e.shape)) * e.dtype.itemsize for e in self.entries.values())
 
     def to_json(self) -> str:
-        """As text."""
-        return json.dumps(
+        """As text, whose first entry is the CRC-32 of the rest."""
+        text = json.dumps(
             {
                 "format": FORMAT,
                 "about": dict(self.about),
@@ -143,6 +145,7 @@ class Manifest:
             },
             indent=1,
         )
+        return f'{{\n "checksum": {zlib.crc32(text.encode())},{text[1:]}'
 
     @classmethod
     def from_json(cls, text: str, where: str) -> Manifest:
@@ -161,14 +164,34 @@ class Manifest:
                 raise CheckpointError(
                     f"it has format {found['format']}", where=where, allowed=f"up to {FORMAT}", do="update stratagem"
                 )
-            return cls(
-                {name: _entry_from_json(entry) for name, entry in found["tensors"].items()},
-                {name: File(*pair) for name, pair in found["files"].items()},
-                found["aliases"],
-                found["about"],
-            )
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            if "checksum" in found and not _is_as_written(text):
+                raise ValueError("it was changed: its checksum is another one")
+            files = {_bare_name(name): File(*pair) for name, pair in found["files"].items()}
+            entries = {name: _entry_from_json(name, entry, files) for name, entry in found["tensors"].items()}
+            aliases, about = dict(found["aliases"]), dict(found["about"])
+            if not entries.keys() >= set(aliases.values()):
+                raise ValueError("a name stands for a tensor that is not there")
+            int(about.get("global_step", -1)), float(about.get("created", 0.0))
+        except CheckpointError:
+            raise
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise CheckpointError(f"this is no manifest ({type(error).__name__}: {error})", where=where) from error
+        return cls(entries, files, aliases, about)
+
+
+_CHECKSUM = re.compile(r'\{\n "checksum": (\d+),')
+
+
+def _is_as_written(text: str) -> bool:
+    found = _CHECKSUM.match(text)
+    return found is not None and zlib.crc32(("{" + text[found.end() :]).encode()) == int(found[1])
+
+
+def _bare_name(name: str) -> str:
+    """A file's name, if it is one within the folder: nothing else is ever read, or written, on a manifest's word."""
+    if name in ("", ".", "..") or "/" in name or "\\" in name or "\0" in name:
+        raise ValueError(f"{name!r} is not the name of a file in this folder")
+    return name
 
 
 def _entry_to_json(entry: Entry) -> dict[str, Any]:
@@ -178,6 +201,17 @@ def _entry_to_json(entry: Entry) -> dict[str, Any]:
     return {"shape": list(entry.shape), "dtype": str(entry.dtype).removeprefix("torch."), "chunks": chunks}
 
 
-def _entry_from_json(found: Mapping[str, Any]) -> Entry:
+def _entry_from_json(name: str, found: Mapping[str, Any], files: Mapping[str, File]) -> Entry:
+    """One tensor, of which every chunk lies within a file that is known, and which they make up."""
     chunks = tuple(Chunk(tuple((a, b) for a, b in box), *place) for box, *place in found["chunks"])
-    return Entry(tuple(found["shape"]), getattr(torch, found["dtype"]), chunks)
+    shape, dtype = tuple(found["shape"]), getattr(torch, found["dtype"])
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"{found['dtype']!r} is no type of elements")
+    for chunk in chunks:
+        inside = all(0 <= start <= stop <= size for (start, stop), size in zip(chunk.box, shape, strict=True))
+        end = chunk.data + numel(chunk.box) * dtype.itemsize if inside else -1
+        if not 0 <= chunk.offset <= chunk.data <= end <= chunk.offset + chunk.length <= files[chunk.file].num_bytes:
+            raise ValueError(f"a part of {name!r} lies outside of its file or of the tensor")
+    if sum(numel(chunk.box) for chunk in chunks) != numel(tuple((0, size) for size in shape)):
+        raise ValueError(f"the parts of {name!r} are not all of it")
+    return Entry(shape, dtype, chunks)

@@ -10,6 +10,7 @@ A tensor of `state_dict` keeps the name it has in the plain module; any other is
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from typing import Any, final
 
@@ -41,20 +42,21 @@ def take_apart(
         path: where the tree is, if it is a branch.
     """
     parts: dict[str, Part] = {}
+    named = Names(tree if isinstance(tree, Mapping) and not path else {})
 
     def walk(node: Any, at: Path) -> Any:
         if isinstance(node, Part) or (isinstance(node, Tensor) and node.numel() > INLINE_NUMEL and _is_plain(node)):
-            part = node if isinstance(node, Part) else to_part(at, node)
+            part, name = node if isinstance(node, Part) else to_part(at, node), named(at)
             if part is not None:
-                parts[name_of(at)] = part
-            return {LEAF: name_of(at)}
+                parts[name] = part
+            return {LEAF: name}
         if isinstance(node, Tensor):
             return node.detach().cpu().clone()
         if type(node) in (list, tuple):
             return type(node)(walk(item, (*at, index)) for index, item in enumerate(node))
         if isinstance(node, dict):
             found = {key: walk(item, (*at, key)) for key, item in node.items()}
-            return found if type(node) is dict else _like(node, found)
+            return found if type(node) is dict else like(node, found)
         return node
 
     return walk(tree, path), parts
@@ -66,7 +68,7 @@ def put_together(tree: Any, resolve: Callable[[str], Any]) -> Any:
         if tree.keys() == {LEAF}:
             return resolve(tree[LEAF])
         found = {key: put_together(item, resolve) for key, item in tree.items()}
-        return found if type(tree) is dict else _like(tree, found)
+        return found if type(tree) is dict else like(tree, found)
     if type(tree) in (list, tuple):
         return type(tree)(put_together(item, resolve) for item in tree)
     return tree
@@ -112,6 +114,33 @@ def renamed_state(states: Any, names: Any, *, to_names: bool) -> Any:
     return found
 
 
+@final
+class Names:
+    """Gives every tensor of a tree a name of its own: two ways may read alike where a step has a slash in it.
+
+    Args:
+        tree: whose `state_dict` keeps its names, whatever else is called so.
+
+    >>> names = Names({"state_dict": {"ema/w": 1}, "ema": {"w": 2}})
+    >>> names(("ema", "w")), names(("state_dict", "ema/w"))
+    ("ema/w'", 'ema/w')
+    """
+
+    def __init__(self, tree: Mapping[str, Any]) -> None:
+        state = tree.get(STATE)
+        self._used = set(map(str, state)) if isinstance(state, Mapping) else set()
+
+    def __call__(self, path: Path) -> str:
+        """The name of what is at the end of a way; to be asked once for each."""
+        name = name_of(path)
+        if len(path) == 2 and path[0] == STATE:
+            return name
+        while name in self._used:
+            name += "'"
+        self._used.add(name)
+        return name
+
+
 def name_of(path: Path) -> str:
     """The name under which a tensor is stored.
 
@@ -128,11 +157,12 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) in (Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and not tensor.is_quantized
 
 
-def _like(mapping: Any, found: dict[Any, Any]) -> Any:
-    copy = mapping.copy()
-    copy.clear()
-    copy.update(found)
-    return copy
+def like(mapping: Any, found: dict[Any, Any]) -> Any:
+    """A mapping of the same kind (an `OrderedDict`, a `defaultdict` with its default) with these values."""
+    another = mapping.copy()
+    another.clear()
+    another.update(found)
+    return another
 
 
 @final
@@ -173,9 +203,16 @@ class Stored:
 
 
 def whole(tree: Any) -> Any:
-    """A tree with tensors where it has `Stored`s, in plain dicts."""
+    """A tree with tensors where it has `Stored`s; a `StoredState` becomes a dict, other mappings stay of their kind.
+
+    >>> from collections import defaultdict
+    >>> whole(defaultdict(list, a=[1]))["b"]
+    []
+    """
     if isinstance(tree, Stored):
         return tree.whole()
+    if isinstance(tree, dict) and type(tree) is not dict:
+        return like(tree, {key: whole(item) for key, item in tree.items()})
     if isinstance(tree, Mapping):
         return {key: whole(item) for key, item in tree.items()}
     return type(tree)(whole(item) for item in tree) if type(tree) in (list, tuple) else tree
@@ -194,8 +231,7 @@ class StoredState(MutableMapping[str, Any]):
 
     @override
     def __getitem__(self, name: str) -> Any:
-        value = self._values[name]
-        return value.whole() if isinstance(value, Stored) else value
+        return whole(self._values[name])  # a module's extra state is a tree of its own
 
     @override
     def __setitem__(self, name: str, value: Any) -> None:
@@ -216,3 +252,7 @@ class StoredState(MutableMapping[str, Any]):
     def copy(self) -> StoredState:
         """Another one with the same values."""
         return StoredState(self._values)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        """A dict with tensors of its own."""
+        return {name: copy.deepcopy(value, memo) for name, value in self.items()}

@@ -152,11 +152,21 @@ def write(folder: Path, rank: int, choices: Iterable[Choice]) -> Written:
     return Written(entries, {name: File(counted.num_bytes, counted.crc)})
 
 
+def frozen(value: Any) -> bytes:
+    """One object as `torch.save` writes it, now: who changes it afterwards changes nothing that is saved."""
+    file = io.BytesIO()
+    torch.save(value, file)
+    return file.getvalue()
+
+
 def write_object(path: Path, value: Any) -> File:
-    """Writes one object by `torch.save`; it is on disk when this returns."""
+    """Writes one object by `torch.save`, or the bytes of a `frozen` one; it is on disk when this returns."""
     with open(path, "wb") as file:
         counted = _Counted(file)
-        torch.save(value, cast(IO[bytes], counted))
+        if isinstance(value, bytes):
+            counted.write(value)
+        else:
+            torch.save(value, cast(IO[bytes], counted))
         file.flush()
         os.fsync(file.fileno())
     return File(counted.num_bytes, counted.crc)
@@ -164,7 +174,7 @@ def write_object(path: Path, value: Any) -> File:
 
 def _bare(tensor: Tensor) -> Tensor:
     """The tensor on a storage of exactly its elements: `torch.save` writes all of a storage, whatever is a view."""
-    tensor = tensor.detach().cpu().contiguous()
+    tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()  # elements, not a view that says "negate"
     storage = tensor.untyped_storage()
     if storage.nbytes() == tensor.numel() * tensor.element_size():
         return tensor

@@ -29,7 +29,7 @@ from stratagem.checkpoint import commit, dcp, remote, tree
 from stratagem.checkpoint.manifest import OBJECTS, Manifest, Written
 from stratagem.checkpoint.remote import Upload, is_remote
 from stratagem.checkpoint.retention import Retention
-from stratagem.checkpoint.writing import Choice, Stage, write, write_object
+from stratagem.checkpoint.writing import Choice, Stage, frozen, write, write_object
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.strategy.composing import compose
 from stratagem.strategy.crew import Alone, Crew
@@ -216,8 +216,18 @@ class FaultTolerantCheckpointIO(CheckpointIO):
         if upload is not None:
             folder = upload.folder
         objects = picture.complete([own for *_, own in words])
+        if self._async and crew.rank == 0:
+            objects = self._freeze(objects, target)
         self._at("drafted", picture.step, folder)
         return _Job(draft, upload, target, folder, choices, objects, picture.aliases, picture.about, picture.step)
+
+    def _freeze(self, objects: Any, target: Path) -> bytes | CheckpointError:
+        """What is no tensor is copied aside, too: a callback may go on changing its array or its list. If it cannot be
+        written, that is known to every rank where the others tell of theirs."""
+        try:
+            return frozen(objects)
+        except Exception as error:
+            return _as_refusal(error, target)
 
     def _begin(self, path: Any) -> tuple[commit.Draft | Upload | None, CheckpointError | None]:
         """The draft, or why there can be none. Rank 0 alone."""
@@ -247,6 +257,8 @@ class FaultTolerantCheckpointIO(CheckpointIO):
             with commit.reported("written", job.target):
                 written = write(job.folder, crew.rank, self._watched(job))
                 if crew.rank == 0:
+                    if isinstance(job.objects, CheckpointError):
+                        raise job.objects
                     objects = write_object(job.folder / OBJECTS, job.objects)
                     written = Written(written.entries, {**written.files, OBJECTS: objects})
                 if job.upload is not None:

@@ -23,6 +23,9 @@ from stratagem.checkpoint.reading import Reader
 from stratagem.errors import CheckpointError
 from stratagem.strategy.crew import Alone, Crew
 
+_BY_PARTS = (tree.STATE, tree.OPTIMIZERS, "stratagem")
+"""What strategies read, of which a rank needs a part."""
+
 
 def is_ours(path: Any) -> bool:
     """Whether a path, given as text or as a path, is a folder with a manifest, here or in a store that can be asked."""
@@ -46,12 +49,12 @@ def is_file(path: Any) -> bool:
 
 
 def local_path(path: Any) -> Path:
-    """The path of a local folder, which may be written `file://`."""
-    return Path(str(path).removeprefix("file://").removeprefix("local://"))
+    """The path of a local folder, which may be written `file://`, or `~` as fsspec reads it."""
+    return Path(os.path.expanduser(str(path).removeprefix("file://").removeprefix("local://")))
 
 
 def open_folder(folder: Path, weights_only: bool | None = None, hold: bool = False) -> dict[str, Any]:
-    """A checkpoint with tensors that are read when they are asked for; nothing is compared. Local.
+    """A checkpoint; of the model and the optimizers tensors are read when they are asked for. Compares nothing. Local.
 
     Args:
         folder: of the checkpoint.
@@ -65,7 +68,12 @@ def open_folder(folder: Path, weights_only: bool | None = None, hold: bool = Fal
     if hold:
         reader.hold()
     rest = torch.load(folder / OBJECTS, map_location="cpu", weights_only=weights_only)
-    found: dict[str, Any] = tree.put_together(rest, lambda name: tree.Stored(reader, name))
+    found: dict[str, Any] = {
+        key: tree.put_together(item, lambda name: tree.Stored(reader, name))
+        if key in _BY_PARTS
+        else tree.put_together(item, reader.whole)  # callbacks and users know tensors
+        for key, item in rest.items()
+    }
     if tree.STATE in found:
         found[tree.STATE] = tree.StoredState(found[tree.STATE])
     return renamed(found, to_names=False)
@@ -160,7 +168,8 @@ def moved(value: Any, where: Any) -> Any:
     if isinstance(value, Tensor):
         return value.to(_device(value, where))
     if isinstance(value, dict):
-        return {key: moved(item, where) for key, item in value.items()}
+        found = {key: moved(item, where) for key, item in value.items()}
+        return found if type(value) is dict else tree.like(value, found)
     return type(value)(moved(item, where) for item in value) if type(value) in (list, tuple) else value
 
 

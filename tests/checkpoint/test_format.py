@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from stratagem.checkpoint import dcp, writing
-from stratagem.checkpoint.commit import Draft
+from stratagem.checkpoint.commit import Draft, candidates, sweep
 from stratagem.checkpoint.manifest import MANIFEST, OBJECTS, Manifest, Written
 from stratagem.checkpoint.parts import Part, boxes_of_span, numel, whole_box, within
 from stratagem.checkpoint.reading import Reader
@@ -187,6 +188,73 @@ def test_torchs_own_checkpoint_tools_read_it(tmp_path: Path) -> None:
     one = torch.load(tmp_path / "one.pt", weights_only=False)
     assert torch.equal(one["w"], weight)
     assert one[dcp.OBJECTS_KEY] == {"epoch": 3}
+
+
+def test_a_parameter_may_be_called_as_torchs_tools_find_the_rest(tmp_path: Path) -> None:
+    draft = Draft(tmp_path / "a")
+    written = write(draft.folder, 0, choose({dcp.OBJECTS_KEY: Part.whole(torch.ones(3))}))
+    objects = write_object(draft.folder / OBJECTS, {"epoch": 3})
+    manifest = Manifest.join([Written(written.entries, {**written.files, OBJECTS: objects})], {}, {})
+    dcp.write_metadata(draft.folder, manifest)
+    draft.commit(manifest)
+    dcp_to_torch_save(tmp_path / "a", tmp_path / "one.pt")
+    one = torch.load(tmp_path / "one.pt", weights_only=False)
+    assert torch.equal(one[dcp.OBJECTS_KEY], torch.ones(3))
+    assert one[f"{dcp.OBJECTS_KEY}_"] == {"epoch": 3}
+
+
+def test_views_that_say_conjugate_or_negate_are_written_as_they_read(tmp_path: Path) -> None:
+    turned = (torch.ones(3, dtype=torch.complex64) * 1j).conj()
+    reader = save(tmp_path / "a", [{"conjugate": Part.whole(turned), "negative": Part.whole(turned.imag)}])
+    assert torch.equal(reader.whole("conjugate"), torch.full((3,), -1j))
+    assert torch.equal(reader.whole("negative"), torch.full((3,), -1.0))
+
+
+def test_a_manifest_with_a_bit_flipped_is_refused_wherever_it_is(tmp_path: Path) -> None:
+    save(tmp_path / "a", [{"w": Part.whole(torch.arange(6.0).view(2, 3))}])
+    text = (tmp_path / "a" / MANIFEST).read_bytes()
+    for place in range(text.index(b"format") - 2, len(text)):
+        flipped = bytearray(text)
+        flipped[place] ^= 1
+        (tmp_path / "a" / MANIFEST).write_bytes(flipped)
+        with pytest.raises(CheckpointError):
+            Reader(tmp_path / "a")
+
+
+@pytest.mark.parametrize(
+    ("way", "value"),
+    [
+        (("files", "../secret"), [64, 0]),
+        (("files", "/etc/passwd"), [64, 0]),
+        (("tensors", "w", "chunks", 0, 1), "../secret"),
+        (("tensors", "w", "chunks", 0, 4), -16),
+        (("tensors", "w", "chunks", 0, 4), 10**6),
+        (("tensors", "w", "chunks", 0, 0), [[0, 3], [0, 2]]),
+        (("tensors", "w", "chunks"), []),
+        (("tensors", "w", "dtype"), "load"),
+        (("aliases", "v"), "u"),
+        (("about",), [1]),
+        (("about", "global_step"), None),
+    ],
+)
+def test_a_manifest_that_leads_elsewhere_is_refused_and_troubles_no_neighbour(
+    way: Sequence[str | int], value: object, tmp_path: Path
+) -> None:
+    for name in ("a", "b"):
+        save(tmp_path / name, [{"w": Part.whole(torch.zeros(2, 3))}])
+    content = json.loads((tmp_path / "a" / MANIFEST).read_text())
+    del content["checksum"]  # whoever means harm would leave it out
+    (tmp_path / "a" / MANIFEST).write_text(json.dumps(content))
+    Reader(tmp_path / "a")
+    node = content
+    for step in way[:-1]:
+        node = node[step]
+    node[way[-1]] = value
+    (tmp_path / "a" / MANIFEST).write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match="this is no manifest"):
+        Reader(tmp_path / "a")
+    assert candidates(tmp_path)[0] == tmp_path / "b"
+    assert sweep(tmp_path) == []
 
 
 def test_a_manifest_of_the_future_is_refused(tmp_path: Path) -> None:

@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
+import threading
+from collections import defaultdict, deque
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import pytest
@@ -16,11 +20,12 @@ from lightning.pytorch.core import saving
 
 import stratagem
 from stratagem.checkpoint import commit
+from stratagem.checkpoint.convert import Settings, convert
 from stratagem.checkpoint.manifest import MANIFEST
 from stratagem.errors import CheckpointError, ConfigError
 from stratagem.strategy import FaultTolerantCheckpointIO
 from stratagem.strategy.lightning_loading import FolderLoader, open_doors
-from stratagem.strategy.opening import read_whole
+from stratagem.strategy.opening import open_folder, read_whole
 from stratagem.testing.contract import Subject
 from stratagem.testing.contract.narrator import Narrator
 from stratagem.testing.contract.runs import Gangs, Run, make_loader, make_trainer
@@ -143,6 +148,94 @@ def test_a_damaged_folder_is_refused_by_the_doors_and_an_older_one_named(tmp_pat
         saving.pl_load(tmp_path / "2")
     meta = saving.pl_load(tmp_path / "1", map_location=torch.device("meta"))["state_dict"]["w"]
     assert meta.device.type == "meta"
+
+
+# -- what users put into it -------------------------------------------------------------------------------------------
+
+
+def test_what_a_user_adds_comes_back_as_tensors_and_of_its_kind(tmp_path: Path) -> None:
+    """Only of the model and the optimizers does a strategy want parts; a callback knows nothing of them."""
+    extra = {"k": torch.arange(4)}
+    mine = {"mine": torch.arange(4), "callbacks": {"C": [{"t": torch.ones(3)}]}, "bag": defaultdict(list, a=[1])}
+    FaultTolerantCheckpointIO().save_checkpoint(
+        {"state_dict": {"w": torch.zeros(3), "_extra_state": extra}, "global_step": 1, **mine}, tmp_path / "a"
+    )
+    found = open_folder(tmp_path / "a", weights_only=False)
+    assert torch.equal(found["mine"] + 1, torch.arange(4) + 1)
+    assert torch.equal(found["callbacks"]["C"][0]["t"], torch.ones(3))
+    assert torch.equal(found["state_dict"]["_extra_state"]["k"], torch.arange(4))
+    assert torch.equal(copy.deepcopy(found["state_dict"])["w"], torch.zeros(3))
+    assert FaultTolerantCheckpointIO().load_checkpoint(tmp_path / "a", weights_only=False)["bag"]["b"] == []
+
+
+def test_names_that_read_alike_are_kept_apart(tmp_path: Path) -> None:
+    one, two, three = (torch.full((3,), float(number)) for number in range(3))
+    saved = {"state_dict": {"ema/w": one}, "ema": {"w": two}, "a/b": {"c": three}, "a": {"b/c": one, "b": {"c": two}}}
+    FaultTolerantCheckpointIO().save_checkpoint({**saved, "global_step": 1}, tmp_path / "a")
+    convert(tmp_path / "a", tmp_path / "a.ckpt")
+    convert(tmp_path / "a.ckpt", tmp_path / "b", Settings(to="folder"))
+    for folder in ("a", "b"):
+        found = read_whole(tmp_path / folder)
+        assert torch.equal(found["state_dict"]["ema/w"], one)
+        assert torch.equal(found["ema"]["w"], two)
+        assert torch.equal(found["a/b"]["c"], three)
+        assert torch.equal(found["a"]["b/c"], one)
+        assert torch.equal(found["a"]["b"]["c"], two)
+
+
+def test_what_is_no_tensor_is_copied_aside_before_training_goes_on(tmp_path: Path) -> None:
+    io = FaultTolerantCheckpointIO(async_save=True)
+    changed, steps = threading.Event(), [1]
+    history = deque(steps)
+    io.watcher = lambda point, *_: changed.wait(10) and None if point == "writing" else None
+    io.save_checkpoint({"state_dict": {"w": torch.zeros(3)}, "global_step": 1, "history": history}, tmp_path / "a")
+    history.append(2)
+    changed.set()
+    io.settle()
+    assert list(io.load_checkpoint(tmp_path / "a", weights_only=False)["history"]) == [1]
+    io.watcher = None
+    io.save_checkpoint({"state_dict": {}, "global_step": 2, "no": lambda: 0}, tmp_path / "b")
+    with pytest.raises(CheckpointError, match=r"rank 0: .*pickle"):
+        io.settle()
+    assert os.listdir(tmp_path) == ["a"]
+
+
+def test_the_home_folder_is_meant_as_lightning_means_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    FaultTolerantCheckpointIO().save_checkpoint({"state_dict": {}, "global_step": 1}, "~/a")
+    assert (tmp_path / "a" / MANIFEST).is_file()
+    assert saving.pl_load("~/a")["global_step"] == 1
+
+
+class Keeper(Narrator):
+    """A module that saves an object of its own."""
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        checkpoint["origin"] = Path("/data")
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self.origin = checkpoint["origin"]
+
+
+def told(folder: Path) -> list[str]:
+    """What a module found of its own, for each answer about `weights_only`."""
+    trainer, _ = fits(folder, "zero_2", 1)
+    trainer.fit(Keeper(), loader("zero_2"))
+    trainer.save_checkpoint(folder / "a", weights_only=False)
+    found = []
+    for answer in (False, True):
+        module = Keeper()
+        try:
+            fits(folder, "zero_2", 2)[0].fit(module, loader("zero_2"), ckpt_path=folder / "a", weights_only=answer)
+            found.append(str(module.origin))
+        except UnpicklingError:
+            found.append("refused")
+    return found
+
+
+def test_weights_only_reaches_whoever_reads(tmp_path: Path) -> None:
+    """Lightning does not hand it on to a strategy that restores after its setup."""
+    assert Gangs().run(1, told, {"folder": tmp_path}) == [["/data", "refused"]]
 
 
 # -- what is kept ---------------------------------------------------------------------------------------------------

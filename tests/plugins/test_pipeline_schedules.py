@@ -51,27 +51,48 @@ def test_the_golden_table(
     assert schedule.peak_in_flight() == peak
 
 
-@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(1, 3), (2, 2), (3, 7), (4, 8), (5, 16)])
-def test_the_formulas_of_schedules_with_one_chunk(num_ranks: int, num_micro_batches: int) -> None:
-    forward, first, second = 3.0, 4.0, 2.0
-    costs = Costs(forward, first, second)
-    fill = num_ranks - 1
+@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(2, 4), (3, 8), (4, 8), (4, 10)])
+@pytest.mark.parametrize(("forward", "first", "second"), [(3.0, 4.0, 2.0), (2.0, 1.0, 1.0), (1.0, 1.0, 1.0)])
+def test_the_formulas_of_the_docstrings(
+    num_ranks: int, num_micro_batches: int, forward: float, first: float, second: float
+) -> None:
+    """Bubbles for costs that differ by kind, per chunk; peaks by rank. p, m and v are written as in the docstrings."""
+    p, m, v, costs = num_ranks, num_micro_batches, 2, Costs(forward, first, second)
+    group = m // max(1, m // p)
+    whole, split = (p - 1) * (forward + first + second), (p - 1) * (forward + first - second)
     expected = {
-        "gpipe": (fill * (forward + first + second), (num_micro_batches,) * num_ranks),
-        "1f1b": (
-            fill * (forward + first + second),
-            tuple(min(num_micro_batches, num_ranks - rank) for rank in range(num_ranks)),
-        ),
+        "gpipe": (1, whole, [m] * p),
+        "1f1b": (1, whole, [min(m, p - rank) for rank in range(p)]),
+        "zb_h1": (1, split, [min(m, p)] * p),
+        "interleaved_1f1b": (v, whole, [min(m, ((v - 1) * group + 2 * (p - 1 - r) + 1) / v) for r in range(p)]),
+        "looped_bfs": (v, whole, [m] * p),
+        "zb_interleaved": (v, split, [((v - 1) * group + p) / v] * p),
     }
-    for name, (bubble, peak) in expected.items():
-        schedule = build_schedule(name, num_ranks, num_micro_batches, 1)
-        assert simulate(schedule, costs).bubble == (bubble,) * num_ranks, name
-        assert schedule.peak_in_flight() == peak, name
-    # Of H1 the formula holds where the three cost the same and the pipeline is full.
-    if num_micro_batches >= num_ranks:
-        schedule = build_schedule("zb_h1", num_ranks, num_micro_batches, 1)
-        assert simulate(schedule).bubble == (fill,) * num_ranks
-        assert schedule.peak_in_flight() == (num_ranks,) * num_ranks
+    if m >= 2 * p:
+        expected["dual_pipe_v"] = (2, (p - 1) * (2 * forward + first - second), [p + 0.5] * p)
+    for name, (chunks, bubble, peaks) in expected.items():
+        schedule = build_schedule(name, p, m, chunks)
+        assert simulate(schedule, costs).bubble == (bubble,) * p, name
+        assert schedule.peak_in_flight() == tuple(peaks), name
+
+
+@pytest.mark.parametrize(("num_ranks", "num_micro_batches"), [(2, 3), (3, 5), (4, 12)])
+def test_zero_bubble_in_a_v_has_none(num_ranks: int, num_micro_batches: int) -> None:
+    """From its first action to its last, no rank waits."""
+    for spans in simulate(build_schedule("zb_v", num_ranks, num_micro_batches, 2)).spans:
+        assert all(before.end == after.start for before, after in pairwise(spans))
+
+
+def test_fewer_micro_batches_than_ranks() -> None:
+    for name in ("gpipe", "1f1b", "zb_h1"):
+        assert max(build_schedule(name, 4, 2, 1).peak_in_flight()) == 2, name
+    assert simulate(build_schedule("1f1b", 4, 1, 1)).makespan == 12
+    with pytest.raises(ConfigError, match="7 micro-batches are fewer than the 8 stages"):
+        build_schedule("dual_pipe_v", 4, 7, 2)
+    with pytest.raises(ConfigError, match="no schedule is called 'pipedream'"):
+        build_schedule("pipedream", 4, 8, 1)
+    with pytest.raises(ConfigError, match="0 ranks"):
+        build_schedule("gpipe", 0, 1, 1)
 
 
 def test_two_of_a_pair_in_turn_halve_the_bubble() -> None:

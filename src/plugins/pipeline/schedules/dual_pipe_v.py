@@ -16,8 +16,9 @@ def dual_pipe_v(num_ranks: int, num_micro_batches: int) -> Schedule:
     in the middle and split at both ends only.
 
     Source: DeepSeek-AI, DeepSeek-V3 Technical Report, 2024 (DualPipe), and its V-shaped half, 2025. Bubble: (p - 1)
-    (FB + B - 3 W), FB a pair, all of one chunk: p - 1 for F = I = W = 1 of all that a rank holds, if a pair saves
-    nothing. An engine that takes the two in turn and sends after each gets (p - 1) / 2, see `simulate`.
+    (2 F + I - W), all of one chunk and W no dearer than F and I; where F = I this is what is published,
+    (p - 1) (FB + B - 3 W), of a pair FB = F + B that saves nothing. That is p - 1 for F = I = W = 1 of all that a rank
+    holds; an engine that takes the two in turn and sends after each gets (p - 1) / 2, see `simulate`.
     Peak: p + 1 / 2 micro-batches. Messages: 2 m (2 p - 2).
 
     Raises:

@@ -16,8 +16,9 @@ from stratagem.plugins.pipeline.schedules.tape import alternate, check_counts, d
 def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
     """1F1B with the backward split: W of a micro-batch comes r backwards after its I on rank r.
 
-    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023 (ZB-H1). Bubble: (p - 1) (F + I - W) on every rank, a
-    third of 1F1B's where F = I = W. Peak: min(m, p) micro-batches on every rank, 1F1B's worst. Messages: 2 m (p - 1).
+    Source: Qi et al., Zero Bubble Pipeline Parallelism, 2023 (ZB-H1). Bubble: (p - 1) (F + I - W) on every rank, for
+    m >= p and W no dearer than F and I; a third of 1F1B's where the three are equal. Peak: min(m, p) micro-batches on
+    every rank, 1F1B's worst. Messages: 2 m (p - 1).
 
     Raises:
         ConfigError: a number is below 1.
@@ -40,8 +41,8 @@ def zb_interleaved(
     """Interleaved 1F1B with the backward split: W comes r backwards late on rank r.
 
     Source: Qi et al., 2023; the order is the one that torch.distributed.pipelining calls InterleavedZeroBubble.
-    Bubble: (p - 1) (F + I - W) / v. Peak: ((v - 1) g + p) / v micro-batches on every rank, p where groups are of p.
-    Messages: 2 m (p v - 1).
+    Bubble: (p - 1) (F + I - W) / v, on the same terms as ZB-H1. Peak: ((v - 1) g + p) / v micro-batches on every rank
+    for m >= p, with groups of g: p where groups are of p. Messages: 2 m (p v - 1).
 
     Args:
         group: as in `interleaved_1f1b`.

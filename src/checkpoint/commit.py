@@ -50,11 +50,24 @@ class Draft:
 
     def __init__(self, target: Path) -> None:
         self.target = target
-        self.folder = _beside(target, "tmp")
         with reported("made", target):
-            self.folder.mkdir(parents=True)
+            while not self._is_held():  # another run in this folder may sweep up what is not locked yet
+                pass
+
+    def _is_held(self) -> bool:
+        self.folder = _beside(self.target, "tmp")
+        self.folder.mkdir(parents=True)
+        try:
             self._lock = open(self.folder / _LOCK, "wb")  # noqa: SIM115  # held as long as the draft
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            if self.folder.exists():
+                raise
+            return False
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        if (self.folder / _LOCK).exists():
+            return True
+        self._lock.close()
+        return False
 
     def commit(self, manifest: Manifest, at: Callable[[Step, Path], None] = lambda *_: None) -> None:
         """Makes it a checkpoint; one of that name that was there is gone afterwards.
@@ -68,10 +81,10 @@ class Draft:
         """
         with reported("committed", self.target):
             write_text(self.folder / MANIFEST, manifest.to_json())
-            os.unlink(self.folder / _LOCK)
             sync_folder(self.folder)
             at("manifest", self.folder)
             old = _take_name(self.folder, self.target)
+            (self.target / _LOCK).unlink(missing_ok=True)  # not before: without it the draft would pass for an orphan
             at("renamed", self.target)
             if old is not None:
                 _remove(old)
@@ -159,7 +172,9 @@ def sweep(folder: Path) -> list[Path]:
             if lock.exists():
                 with open(lock, "rb") as file:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises where the owner lives
-            _remove(orphan)
+                    _remove(orphan)  # while it is held, so that who waits for it sees that it is gone
+            else:
+                _remove(orphan)
             removed.append(orphan)
     for path, age in ages(folder).items():
         for old in folder.glob(f"{glob.escape(_veiled(path))}.old-*"):

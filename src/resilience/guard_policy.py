@@ -67,7 +67,9 @@ class Judge:
         return {"losses": list(self._losses), "norms": list(self._norms), "in_a_row": self.in_a_row}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The inverse of `state_dict`."""
+        """The inverse of `state_dict`; what was seen before (in an earlier fit) is forgotten."""
+        self._losses.clear()
+        self._norms.clear()
         self._losses.extend(state["losses"])
         self._norms.extend(state["norms"])
         self.in_a_row = state["in_a_row"]

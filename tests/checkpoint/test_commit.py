@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 from pathlib import Path
@@ -132,6 +133,37 @@ def test_sweeping_takes_what_the_dead_left_and_nothing_of_the_living(tmp_path: P
     assert sorted(os.listdir(tmp_path)) == [alive.folder.name, "c"]
     alive.discard()
     assert os.listdir(tmp_path) == ["c"]
+
+
+def test_another_run_in_the_folder_may_sweep_at_any_moment_of_a_save(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept: list[str] = []
+
+    def sweeping(where: str) -> None:
+        if where not in swept:
+            swept.append(where)
+            sweep(tmp_path)
+
+    make, lock = Path.mkdir, fcntl.flock
+
+    def mkdir(path: Path, *args: Any, **kwargs: Any) -> None:
+        make(path, *args, **kwargs)
+        sweeping("made, without a lock")
+
+    def flock(file: Any, how: int) -> None:
+        if not how & fcntl.LOCK_NB:
+            sweeping("with a lock that nobody holds")
+        lock(file, how)
+
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    draft = Draft(tmp_path / "a")
+    written = write(draft.folder, 0, choose({"w": Part.whole(torch.ones(3))}))
+    draft.commit(Manifest.join([written], {}, {}), lambda step, _: sweeping(step))
+    assert swept == ["made, without a lock", "with a lock that nobody holds", "manifest", "renamed"]
+    assert value_of(tmp_path / "a") == 1.0
+    assert os.listdir(tmp_path) == ["a"]
 
 
 def test_newest_first_by_step_then_time(tmp_path: Path) -> None:

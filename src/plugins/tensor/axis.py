@@ -16,8 +16,9 @@ gradient; summed over the layers first and over the ranks then, they cost one al
 Under sequence parallelism only x, a rank's share of the sequence, is kept for backward; X is gathered again there, once
 for all layers that read it.
 
-Note [who reads what]: layers share an entry if they read the same tensor object, one right after the other. That is
-only a matter of bytes: layers that are not recognised as sharing reduce each for itself.
+Note [who reads what]: layers share an entry if they read the same tensor object, one right after the other, all with
+gradients or all without. That is only a matter of bytes: layers that are not recognised as sharing reduce each for
+itself.
 
 Note [a layer without a gradient]: if the output of one of the layers is not used, the reduction starts in `enter`.
 """
@@ -63,7 +64,7 @@ class TensorAxis:
     ) -> None:
         self.comm, self.sequence, self.later = comm, sequence, later
         self.rank, self.size = comm.rank, comm.size
-        self._last: tuple[Tensor, int, Tensor, Entry] | None = None
+        self._last: tuple[Tensor, tuple[int, bool], Tensor, Entry] | None = None
         self._length = 0
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorAxis:
@@ -79,13 +80,13 @@ class TensorAxis:
         Returns:
             X, `[..., I]` or `[B, T, I]`, and the entry.
         """
-        last = self._last
-        if last is not None and last[0] is x and last[1] == x._version:
+        last, graph = self._last, x.requires_grad and torch.is_grad_enabled()
+        if last is not None and last[0] is x and last[1] == (x._version, graph):
             return last[2], last[3]
         entry = Entry(self, self.shares_of(x) if self.sequence else ())
         entered = _Enter.apply(x, entry)
         if not x.is_inference():
-            self._last = x, x._version, entered, entry
+            self._last = x, (x._version, graph), entered, entry
         return entered, entry
 
     def forget(self) -> None:

@@ -21,7 +21,7 @@ from stratagem.errors import PlanError
 from stratagem.plan import Plan
 from stratagem.plugins.tensor.functions import Span
 from stratagem.plugins.tensor.heads import Illegal, cut_columns, even, head_size
-from stratagem.plugins.tensor.layers import Output
+from stratagem.plugins.tensor.layers import Output, why_not
 from stratagem.plugins.tensor.settings import STYLES, TensorSettings
 
 Kind = Literal["column", "shared", "row", "vocab", "wide", "sequence", "summed", "dropout", "experts", "parameter"]
@@ -317,6 +317,7 @@ def _check_dropout(module: nn.Module, name: str, has_heads: bool, styled: Mappin
 def _embedding(layer: nn.Module, name: str, style: str, degree: int) -> Cut:
     if not isinstance(layer, nn.Embedding):
         raise PlanError(f"{type(layer).__name__} is no embedding", where=name, allowed="nn.Embedding")
+    _check_forward(layer, name, nn.Embedding)
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(layer, option):
             raise PlanError(f"an embedding with {option} cannot be cut", where=name, do=f"leave {option} out")
@@ -334,6 +335,13 @@ def _check_linear(layer: nn.Module, name: str) -> None:
             where=name,
             do="build the module anew: a run that failed has left it cut",
         )
+    _check_forward(layer, name, nn.Linear)
+
+
+def _check_forward(layer: nn.Module, name: str, plain: type[nn.Module]) -> None:
+    reason = why_not(layer, plain)
+    if reason is not None:
+        raise PlanError(reason, where=name, do=f"replicate it and the layers beside it: {{{name}: replicate, ...}}")
 
 
 def _features(layer: nn.Module) -> tuple[int, int]:

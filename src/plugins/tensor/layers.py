@@ -16,6 +16,7 @@ keeps its forward and finds ours where it calls `super().forward`.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Literal, cast
@@ -194,6 +195,28 @@ class CutDropout(_Optional, nn.Dropout):
         mask = F.dropout(input.new_ones(()).expand(shape).contiguous(), self.p)
         start, stop = along[axis.rank]
         return input * mask.narrow(self.dim, start, stop - start)
+
+
+def why_not(layer: nn.Module, plain: type[nn.Module]) -> str | None:
+    """Why a layer's product would not be ours though it is a `plain` one; None where it is. Local.
+
+    A cut subclass comes after the user's class and before the plain one: a forward that does not call
+    `super().forward` never arrives there, and would multiply with a part of the weight as if it were all of it.
+    """
+    for name in ("weight", "bias"):
+        if layer._parameters.get(name) is None and getattr(layer, name, None) is not None:
+            return f"its {name} is computed, of other parameters: it is none that can be cut"
+    owners = [each for each in type(layer).__mro__ if issubclass(each, plain) and each is not plain]
+    found = [vars(each)["forward"] for each in owners if "forward" in vars(each)]
+    if "forward" not in vars(layer) and all("super" in _names_in(forward) for forward in found):
+        return None
+    return "it has a forward of its own, which does not call `super().forward`"
+
+
+def _names_in(function: Any) -> tuple[str, ...]:
+    """Global names that a function uses."""
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return () if code is None else code.co_names
 
 
 def check_range(tokens: Tensor, size: int) -> None:

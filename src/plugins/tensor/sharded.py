@@ -13,6 +13,10 @@ To the user's code it has the whole shape. What the code does with it decides wh
 Every rank of the axis must do the same with it, as with everything collective: a `print` on rank 0 alone would wait for
 the others for ever.
 
+Note [views]: what is written through a view is written. A view that is cut is one of `local`, whose memory an operation
+in place writes to. For one that is not, a class's logits, the whole is put together and kept, with the wrapper, and the
+view is one of that; if its version has changed when the wrapper is used next, this rank's slice of it is taken over.
+
 Note [a wrapper]: it holds no memory but `local`. All that torch offers arrives at `__torch_function__` first, where
 the wrapper is replaced, so autograd sees `local` and what was put together of it. What does not pass there, a user's
 own autograd function, sees the wrapper, which is in the graph for its sake, and what it computes puts it together below
@@ -54,6 +58,8 @@ class ShardedTensor(torch.Tensor):
     comm: Communicator
     spans: tuple[Span, ...]
     dim_cut: int
+    kept: tuple[Tensor, int] | None = None
+    """See Note [views]: all of it, and its version when `local` was last like it."""
 
     @classmethod
     def of(cls, local: Tensor, comm: Communicator, spans: Sequence[Span], dim: int = -1) -> ShardedTensor:
@@ -75,11 +81,29 @@ class ShardedTensor(torch.Tensor):
 
     def written(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> ShardedTensor:
         """After an operation in place, which sees all of it. Collective: it is put together and cut again."""
-        whole = self.whole()
+        whole = self.whole() if self.kept is None else self.kept[0]
         args, kwargs = tree_map(whole_of, (tuple(args), dict(kwargs)))
         func(whole, *args, **kwargs)
-        self.local = scatter_to(whole, self.comm, self.dim_cut, self.spans)
+        self._take(whole)
         return self
+
+    def _take(self, whole: Tensor) -> None:
+        self.local.copy_(scatter_to(whole, self.comm, self.dim_cut, self.spans))
+        self.kept = None if self.kept is None else (whole, whole._version)
+
+    def viewed(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """A view that is not cut: see Note [views]. Collective: it is put together."""
+        if self.kept is None or self.kept[0].requires_grad != self.local.requires_grad:
+            with torch.set_grad_enabled(True):
+                whole = self.whole()
+            self.kept = whole, whole._version
+        args, kwargs = tree_map(whole_of, (tuple(args), dict(kwargs)))
+        return func(self.kept[0], *args, **kwargs)
+
+    def refresh(self) -> None:
+        """Takes over what was written through a view. Local."""
+        if self.kept is not None and self.kept[0]._version != self.kept[1]:
+            self._take(self.kept[0])
 
     @classmethod
     @override
@@ -91,7 +115,13 @@ class ShardedTensor(torch.Tensor):
         with torch._C.DisableTorchFunctionSubclass():
             if func in _FACTS:
                 return func(*args, **kwargs)
-            handler = _HANDLERS.get(getattr(func, "__name__", ""))
+            if getattr(func, "__name__", "") in _REFUSED or isinstance(kwargs.get("out"), ShardedTensor):
+                raise NotImplementedError(
+                    "logits are cut by tensor parallelism, of every rank is a slice; this would not reach them: "
+                    "replicate their layer in tensor.plan"
+                )
+            tree_map(_refreshed, (tuple(args), dict(kwargs)))
+            handler = _same if func in _DATA else _HANDLERS.get(getattr(func, "__name__", ""))
             first = args[0] if args else kwargs.get("input")
             if handler is not None and isinstance(first, ShardedTensor):
                 found = NotImplemented
@@ -101,6 +131,8 @@ class ShardedTensor(torch.Tensor):
                     return found
             if isinstance(first, ShardedTensor) and _writes(func):
                 return first.written(func, args[1:], kwargs)
+            if isinstance(first, ShardedTensor) and args and getattr(func, "__name__", "") in _VIEWS:
+                return first.viewed(func, args[1:], kwargs)
             args, kwargs = tree_map(whole_of, (tuple(args), dict(kwargs)))
         return func(*args, **kwargs)
 
@@ -141,6 +173,12 @@ def _writes(func: Any) -> bool:
     )
 
 
+def _refreshed(value: Any) -> Any:
+    if isinstance(value, ShardedTensor):
+        value.refresh()
+    return value
+
+
 def whole_of(value: Any) -> Any:
     """A tensor that is cut, put together; anything else as it is."""
     return value.whole() if isinstance(value, ShardedTensor) else value
@@ -171,6 +209,8 @@ def _same(func: Any, x: ShardedTensor, *args: Any, **kwargs: Any) -> Any:
     """Element by element, without another tensor: `float`, `tanh`, `clone`."""
     if any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
         raise _NotCut
+    if func in _DATA:
+        func = Tensor.detach
     return x.like(func(x.local, *args, **kwargs))
 
 
@@ -293,6 +333,16 @@ def _cross_entropy(
     logits = x.local.movedim(classes, -1)
     return vocab_cross_entropy(logits, target, x.comm, x.spans, weights=weight, settings=settings)
 
+
+_DATA = {Tensor.data.__get__}  # type: ignore[attr-defined]
+_REFUSED = {"retain_grad", "register_hook", "register_post_accumulate_grad_hook"}
+"""What an operation would do with a tensor that is put together for it, and forgotten."""
+_VIEWS = {
+    *("__getitem__", "select", "narrow", "unbind", "split", "chunk", "tensor_split", "diagonal", "unfold", "squeeze"),
+    *("view", "reshape", "flatten", "transpose", "permute", "unsqueeze", "movedim", "moveaxis", "swapaxes", "swapdims"),
+    *("t", "ravel", "unflatten", "view_as", "reshape_as", "expand", "expand_as", "hsplit", "vsplit", "dsplit"),
+    *("as_strided", "__iter__"),
+}
 
 _HANDLERS: dict[str, Handler] = {
     F.cross_entropy.__name__: _cross_entropy,

@@ -11,9 +11,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from stratagem.errors import PlanError
+from stratagem.errors import PlanError, PluginError
 from stratagem.plan import Plan
-from stratagem.plugins.tensor import TensorSettings
+from stratagem.plugins.tensor import TensorParallelStrategy, TensorSettings
 from stratagem.plugins.tensor.cuts import plan_cuts
 from stratagem.plugins.tensor.functions import own_slice, spans
 from stratagem.plugins.tensor.infer import infer_plan
@@ -193,3 +193,10 @@ def test_what_is_written_through_a_view_is_written() -> None:
         with pytest.raises(NotImplementedError, match="of every rank"):
             refused()
     here.close()
+
+
+def test_a_wrong_data_technique_is_refused_with_the_mesh() -> None:
+    """Without `tp` nobody had asked for the data technique before the processes had started."""
+    for tp in (-1, 2):
+        with pytest.raises(PluginError, match="no technique is called 'nonsense'"):
+            TensorParallelStrategy(tp=tp, data="nonsense").mesh_shape(4)  # type: ignore[arg-type]  # on purpose

@@ -59,9 +59,10 @@ class TensorParallelStrategy(MeshStrategy):
 
     @override
     def mesh_shape(self, world_size: int) -> MeshShape:
+        data = self._data_class()  # a wrong name is refused here, before any process starts
         if self.tp == -1:
             return MeshShape.fit(world_size, fill="tp")
-        return MeshShape.fit(world_size, fill=self._data_class().axis, tp=self.tp)
+        return MeshShape.fit(world_size, fill=data.axis, tp=self.tp)
 
     def _data_class(self) -> type[DataTechnique]:
         found: Any = find(self.data, group=TECHNIQUES).load()

@@ -3,9 +3,8 @@
 
 from __future__ import annotations
 
-from stratagem.errors import ConfigError
 from stratagem.plugins.pipeline.actions import Action, Schedule, loop
-from stratagem.plugins.pipeline.schedules.tape import alternate, check_counts, depth_first, group_size
+from stratagem.plugins.pipeline.schedules.tape import alternate, check_interleaved, depth_first, group_size
 
 
 def interleaved_1f1b(
@@ -32,15 +31,8 @@ def interleaved_1f1b(
         0  0F0 0F1 2F0 2F1 .   .   2B0 --- .   2B1 --- 0B0 --- 0B1 ---
         1  .   1F0 1F1 3F0 3B0 --- 3F1 3B1 --- 1B0 --- 1B1 ---
     """
-    check_counts("interleaved_1f1b", num_ranks, num_micro_batches, num_chunks)
-    if num_chunks < 2:
-        raise ConfigError(
-            "one chunk per rank cannot be interleaved",
-            where="schedule interleaved_1f1b",
-            allowed="2 chunks or more",
-            do="choose 1f1b",
-        )
     counts = (num_ranks, num_micro_batches, num_chunks)
+    check_interleaved("interleaved_1f1b", counts, instead="1f1b")
     size = group_size("interleaved_1f1b", counts, group)
     ranks = tuple(interleaved_order(rank, counts, size) for rank in range(num_ranks))
     return Schedule("interleaved_1f1b", num_micro_batches, loop(num_ranks, num_chunks), ranks)

@@ -120,6 +120,22 @@ def depth_first(rank: int, counts: tuple[int, int, int], group: int) -> tuple[li
     return forwards, backwards
 
 
+def check_interleaved(name: str, counts: tuple[int, int, int], *, instead: str) -> None:
+    """Refuses counts of p, m, v that no schedule has, and a single chunk per rank.
+
+    Raises:
+        ConfigError: with the schedule to choose instead.
+    """
+    check_counts(name, *counts)
+    if counts[2] < 2:
+        raise ConfigError(
+            "one chunk per rank cannot be interleaved",
+            where=f"schedule {name}",
+            allowed="2 chunks or more",
+            do=f"choose {instead}",
+        )
+
+
 def group_size(name: str, counts: tuple[int, int, int], group: int | None) -> int:
     """Micro-batches that a rank takes through one chunk before it turns to the next.
 

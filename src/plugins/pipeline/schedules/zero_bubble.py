@@ -8,9 +8,14 @@ would hold its activations: rank r may be r backwards late.
 
 from __future__ import annotations
 
-from stratagem.errors import ConfigError
 from stratagem.plugins.pipeline.actions import Action, Schedule, loop
-from stratagem.plugins.pipeline.schedules.tape import alternate, check_counts, depth_first, group_size
+from stratagem.plugins.pipeline.schedules.tape import (
+    alternate,
+    check_counts,
+    check_interleaved,
+    depth_first,
+    group_size,
+)
 
 
 def zb_h1(num_ranks: int, num_micro_batches: int) -> Schedule:
@@ -56,15 +61,8 @@ def zb_interleaved(
         0  0F0 0F1 2F0 2F1 .   2I0 2W0 2I1 2W1 0I0 0W0 0I1 0W1
         1  .   1F0 1F1 3F0 3I0 3F1 3I1 3W0 1I0 3W1 1I1 1W0 1W1
     """
-    check_counts("zb_interleaved", num_ranks, num_micro_batches, num_chunks)
-    if num_chunks < 2:
-        raise ConfigError(
-            "one chunk per rank cannot be interleaved",
-            where="schedule zb_interleaved",
-            allowed="2 chunks or more",
-            do="choose zb_h1",
-        )
     counts = (num_ranks, num_micro_batches, num_chunks)
+    check_interleaved("zb_interleaved", counts, instead="zb_h1")
     size = group_size("zb_interleaved", counts, group)
     return Schedule("zb_interleaved", num_micro_batches, loop(num_ranks, num_chunks), _ranks(counts, size))
 
